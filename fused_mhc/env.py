@@ -1,0 +1,92 @@
+"""Environment variables: the one place that reads ``os.environ``.
+
+``VARIABLES`` documents each of them; ``fused-mhc doctor`` prints the table with the values in force.
+A value that is not understood is an `InputError`, raised by the first call that needs it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from .errors import InputError
+
+__all__ = ["BACKENDS", "VARIABLES", "cache_dir", "disabled", "dispatch_state", "forced_backend", "interpreting"]
+
+BACKENDS = ("auto", "native", "triton", "cutile")
+
+VARIABLES: dict[str, str] = {
+    "MHC_FORCE_BACKEND": "use this backend everywhere, whatever `backend=` says: auto, native, triton or cutile "
+    "(aliases: torch, pytorch, none = native; mixed, default = auto; triton_native = triton; "
+    "cu_tile, cuda_tile = cutile; case, `-` and `+` do not matter). A forced backend never falls back.",
+    "MHC_DISABLE_TRITON": "1: the triton backend reports that it is switched off (0 or empty: no effect)",
+    "MHC_DISABLE_CUTILE": "1: the cutile backend reports that it is switched off (0 or empty: no effect)",
+    "FUSED_MHC_CACHE_DIR": "folder for tuned configurations (default: $XDG_CACHE_HOME/fused-mhc, else ~/.cache/fused-mhc)",
+    "TRITON_INTERPRET": "1: Triton kernels run on CPU tensors in Triton's interpreter (slow; read by Triton at import)",
+}
+
+_ALIASES = {
+    "torch": "native",
+    "pytorch": "native",
+    "none": "native",
+    "mixed": "auto",
+    "default": "auto",
+    "triton_native": "triton",
+    "cu_tile": "cutile",
+    "cuda_tile": "cutile",
+}
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("", "0", "false", "no", "off")
+
+
+def _flag(name: str) -> bool:
+    value = os.environ.get(name, "").strip().lower()
+    if value not in _TRUE and value not in _FALSE:
+        raise InputError(f"{name}: expected 0 or 1, got {value!r}")
+    return value in _TRUE
+
+
+def dispatch_state() -> tuple[str | None, str | None, str | None]:
+    """The raw values that decide a backend; a cheap key for caches of resolved kernels."""
+    get = os.environ.get
+    return get("MHC_FORCE_BACKEND"), get("MHC_DISABLE_TRITON"), get("MHC_DISABLE_CUTILE")
+
+
+def forced_backend() -> str | None:
+    """The backend named by ``MHC_FORCE_BACKEND``, or None when it is unset or empty.
+
+    Raises:
+        InputError: the value names no backend, or one that ``MHC_DISABLE_*`` switches off.
+    """
+    raw = os.environ.get("MHC_FORCE_BACKEND", "")
+    name = raw.strip().lower().replace("-", "_").replace("+", "_")
+    if not name:
+        return None
+    name = _ALIASES.get(name, name)
+    if name not in BACKENDS:
+        raise InputError(f"MHC_FORCE_BACKEND: expected one of {', '.join(BACKENDS)} or an alias, got {raw!r}")
+    if name in ("triton", "cutile") and disabled(name):
+        raise InputError(
+            f"MHC_FORCE_BACKEND: expected a backend that is not switched off, got {raw!r} "
+            f"together with MHC_DISABLE_{name.upper()}"
+        )
+    return name
+
+
+def disabled(backend: str) -> bool:
+    """True when ``MHC_DISABLE_TRITON`` or ``MHC_DISABLE_CUTILE`` switches this backend off."""
+    return backend in ("triton", "cutile") and _flag(f"MHC_DISABLE_{backend.upper()}")
+
+
+def interpreting() -> bool:
+    """True when Triton kernels run in Triton's interpreter (``TRITON_INTERPRET=1``)."""
+    return _flag("TRITON_INTERPRET")
+
+
+def cache_dir() -> Path:
+    """Where tuned configurations are kept; the folder need not exist."""
+    own = os.environ.get("FUSED_MHC_CACHE_DIR")
+    if own:
+        return Path(own)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "fused-mhc"

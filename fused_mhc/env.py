@@ -11,7 +11,16 @@ from pathlib import Path
 
 from .errors import InputError
 
-__all__ = ["BACKENDS", "VARIABLES", "cache_dir", "disabled", "dispatch_state", "forced_backend", "interpreting"]
+__all__ = [
+    "BACKENDS",
+    "VARIABLES",
+    "cache_dir",
+    "disabled",
+    "dispatch_state",
+    "forced_backend",
+    "interpreting",
+    "raw_values",
+]
 
 BACKENDS = ("auto", "native", "triton", "cutile")
 
@@ -44,6 +53,11 @@ def _flag(name: str) -> bool:
     if value not in _TRUE and value not in _FALSE:
         raise InputError(f"{name}: expected 0 or 1, got {value!r}")
     return value in _TRUE
+
+
+def raw_values() -> dict[str, str | None]:
+    """Each variable of `VARIABLES` as it is set, None where it is not."""
+    return {name: os.environ.get(name) for name in VARIABLES}
 
 
 def dispatch_state() -> tuple[str | None, str | None, str | None]:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 __all__ = ["CHUNK_ELEMENTS", "chunks", "exact_matmul", "sigmoid", "stream_sum", "tokens", "tree_sum"]
 
-#: Elements of x in one chunk of tokens: 128 tokens at K = 16384 (8 MiB in fp32).
-CHUNK_ELEMENTS = 1 << 21
+#: Elements of x in one chunk of tokens: 64 tokens at K = 16384 (4 MiB in fp32).
+CHUNK_ELEMENTS = 1 << 20
 
 
 def tokens(t: Tensor, trailing: int) -> Tensor:

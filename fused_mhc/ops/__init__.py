@@ -1,0 +1,1 @@
+"""The operations, a folder each: contract, reference, kernels, tuning."""

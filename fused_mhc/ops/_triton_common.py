@@ -37,6 +37,8 @@ __all__ = [
 
 #: True when kernels run in Triton's interpreter; Triton too decides that once, when a kernel is defined.
 INTERPRETING = tl.constexpr(env.interpreting())
+#: A string default of a device function must be a constexpr (Triton 3.6).
+NO_POLICY = tl.constexpr("")
 
 
 @triton.jit
@@ -69,7 +71,7 @@ def cast(value, dtype: tl.constexpr):
 
 
 @triton.jit
-def store(pointer, value, mask=None, eviction_policy: tl.constexpr = ""):
+def store(pointer, value, mask=None, eviction_policy: tl.constexpr = NO_POLICY):
     """Store fp32 ``value`` in the pointer's dtype, rounded to nearest even."""
     tl.store(pointer, cast(value, pointer.dtype.element_ty), mask=mask, eviction_policy=eviction_policy)
 

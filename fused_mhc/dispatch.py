@@ -42,7 +42,11 @@ DIRECTIONS = ("fwd", "bwd")
 SCHEDULES = ("auto", "fused", "mega")
 
 #: What is certified about repeats with equal inputs: "deterministic" only where tests hold it.
-MHC_BACKEND_DETERMINISM: dict[str, str] = {"native": "deterministic", "triton": "unknown", "cutile": "unknown"}
+MHC_BACKEND_DETERMINISM: dict[str, str] = {
+    "native": "deterministic",
+    "triton": "unknown",
+    "cutile": "unknown",
+}
 
 #: Operation -> folder under fused_mhc/ops that holds its kernels.
 OPERATIONS: dict[str, str] = {
@@ -59,6 +63,9 @@ OPERATIONS: dict[str, str] = {
     "mega_mhc_entry": "mega_mhc",
     "mega_mhc_exit": "mega_mhc",
 }
+
+#: Operations whose backward is plain casts of the gradient, with no kernel to choose.
+FORWARD_ONLY = ("fused_add_3",)
 
 _MODULES = {"native": "native", "triton": "_triton", "cutile": "_cutile"}
 #: Order in which ``auto`` tries the backends on a device that is not a CPU.
@@ -152,7 +159,9 @@ def _choose(
     for backend in _MODULES:
         if backend != chosen and backend not in reasons:
             reason = _why_not(op, direction, backend, device, n, double)
-            reasons[backend] = reason or (f"{policy} was asked for" if policy != "auto" else f"auto prefers {chosen}")
+            reasons[backend] = reason or (
+                f"{policy} was asked for" if policy != "auto" else f"auto prefers {chosen}"
+            )
     return chosen, reasons
 
 
@@ -194,7 +203,9 @@ def resolve(
         policy = _policy(backend)
         chosen, reasons = _choose(op, direction, policy, device, n, double)
         if chosen is None:
-            raise BackendError(f"backend {policy!r} cannot run {op} {direction} on {device}: {reasons[policy]}")
+            raise BackendError(
+                f"backend {policy!r} cannot run {op} {direction} on {device}: {reasons[policy]}"
+            )
         if schedule == "mega":
             host = _mega_host(op, direction, chosen)
         else:
@@ -209,7 +220,9 @@ def resolve(
 def _mega_host(op: str, direction: str, backend: str) -> Callable[..., Any]:
     """The host that runs a Program instead of the backend's own kernels (offered by `fused_mhc.runtime`)."""
     if not _has_module("fused_mhc.runtime.hosts"):
-        raise BackendError(f"schedule 'mega' cannot run {op} {direction}: the task-graph runtime is not built in")
+        raise BackendError(
+            f"schedule 'mega' cannot run {op} {direction}: the task-graph runtime is not built in"
+        )
     hosts = importlib.import_module("fused_mhc.runtime.hosts")
     host: Callable[..., Any] = hosts.program_host(op, direction, backend)
     return host
@@ -228,7 +241,11 @@ def is_cutile_available() -> bool:
 
 
 def _default_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 def backend_status(backend: str = "auto", device: torch.device | str | None = None) -> list[BackendRow]:
@@ -249,7 +266,7 @@ def backend_status(backend: str = "auto", device: torch.device | str | None = No
     where = _default_device() if device is None else torch.device(device)
     rows = []
     for op in OPERATIONS:
-        for direction in DIRECTIONS:
+        for direction in ("fwd",) if op in FORWARD_ONLY else DIRECTIONS:
             chosen, reasons = _choose(op, direction, _policy(backend), where, 4, False)
             rows.append(BackendRow(op, direction, chosen or "none", reasons))
     return rows

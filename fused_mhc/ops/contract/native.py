@@ -27,7 +27,9 @@ def _copies(t: Tensor, n: int, scale: float) -> Tensor:
     flat = tokens(t, 1)
     out = t.new_empty(flat.shape[0], n, flat.shape[1])
     for part in chunks(flat.shape[0], n * flat.shape[1]):
-        out[part] = flat[part].unsqueeze(1) if scale == 1 else (flat[part].to(compute_dtype(t)) * scale).unsqueeze(1)
+        out[part] = (
+            flat[part].unsqueeze(1) if scale == 1 else (flat[part].to(compute_dtype(t)) * scale).unsqueeze(1)
+        )
     return out.view(*t.shape[:-1], n, t.shape[-1])
 
 

@@ -14,9 +14,7 @@ from .._library import define, needed, spread, with_backward
 
 __all__ = ["fused_h_post_bda"]
 
-_ARGUMENTS = (
-    "Tensor h_res, Tensor original_residual, Tensor h_post, Tensor x, Tensor? bias, float dropout_p, Tensor? seed"
-)
+_ARGUMENTS = "Tensor h_res, Tensor original_residual, Tensor h_post, Tensor x, Tensor? bias, float dropout_p, Tensor? seed"
 _fwd = define(
     "h_post_bda",
     "fwd",
@@ -29,7 +27,9 @@ _bwd = define(
     "bwd",
     f"(Tensor grad, {_ARGUMENTS}, bool[] needs, str backend) -> Tensor[]",
     lambda grad, h_res, residual, h_post, x, bias, dropout_p, seed, needs, backend: [
-        t.new_empty(t.shape) for t, need in zip((h_res, residual, h_post, x, bias), needs, strict=True) if need
+        t.new_empty(t.shape)
+        for t, need in zip((h_res, residual, h_post, x, bias), needs, strict=True)
+        if need
     ],
     lambda grad, h_res, residual, *_: residual.shape[-2],
 )
@@ -55,7 +55,9 @@ def _seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor:
         return torch.empty((), dtype=torch.int64, device=device).random_()
     if isinstance(seed, Tensor):
         if seed.dtype is not torch.int64 or seed.dim() != 0:
-            raise InputError(f"seed: expected a 0-d int64 tensor, got {seed.dtype} of shape {tuple(seed.shape)}")
+            raise InputError(
+                f"seed: expected a 0-d int64 tensor, got {seed.dtype} of shape {tuple(seed.shape)}"
+            )
         if seed.device != device:
             raise InputError(f"seed: expected device {device} (that of original_residual), got {seed.device}")
         return seed

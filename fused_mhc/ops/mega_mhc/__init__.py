@@ -19,9 +19,7 @@ _STATE = (
 _SITE = "Tensor phi, Tensor alpha, Tensor bias, Tensor? norm_weight"
 _SETTINGS = "float hc_eps, float norm_eps, int num_iters"
 _GRADS = "Tensor? g_new_residual, Tensor? g_pre, Tensor? g_post, Tensor? g_res, Tensor? g_block_input"
-_SAVED = (
-    "Tensor new_residual, Tensor proj, Tensor u, Tensor rstd, Tensor next_pre, Tensor next_post, Tensor next_res"
-)
+_SAVED = "Tensor new_residual, Tensor proj, Tensor u, Tensor rstd, Tensor next_pre, Tensor next_post, Tensor next_res"
 _RESULTS = ", ".join(["Tensor"] * 8)
 _POLICY = "str backend, str schedule"
 

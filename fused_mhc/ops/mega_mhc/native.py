@@ -76,11 +76,11 @@ def norm_tile(mixed: Tensor, norm_weight: Tensor | None, norm_eps: float) -> tup
 def norm_bwd_tile(
     grad: Tensor, mixed: Tensor, rstd: Tensor, norm_weight: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """``(g_mixed [t, C], each token's terms of g_norm_weight [t, C])``."""
+    """``(g_mixed, mixed*rstd)``, both ``[t, C]``; ``grad`` times the second are the terms of g_norm_weight."""
     normed = mixed * rstd
     g_normed = grad if norm_weight is None else grad * norm_weight
     mean = tree_sum(g_normed * normed).unsqueeze(-1) / mixed.shape[1]
-    return rstd * (g_normed - normed * mean), grad * normed
+    return rstd * (g_normed - normed * mean), normed
 
 
 def mixes_bwd_tile(
@@ -256,8 +256,11 @@ class _BoundaryGradients:
         hc_eps: float,
         num_iters: int,
         dtype: torch.dtype,
+        needs: Sequence[bool],
     ) -> None:
+        """``needs``: whether g_phi, g_alpha, g_bias and g_norm_weight are wanted."""
         self.dtype, self.hc_eps, self.num_iters = dtype, hc_eps, num_iters
+        self.need_phi, *_, self.need_norm_weight = needs
         self.new_residual = tokens(new_residual, 2)
         self.n, width = self.new_residual.shape[1:]
         trailing = (2, 1, 1, 2, 1)
@@ -275,14 +278,15 @@ class _BoundaryGradients:
         return torch.cat(group_sums(self.g_alpha_terms, self.n))
 
     def tile(
-        self, part: slice, mixed: Tensor, pre: Tensor, need_total: bool, need_phi: bool
+        self, part: slice, mixed: Tensor, pre: Tensor, need_total: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         """``(g_mixed, G_total)`` of a tile; adds its terms to the parameters' sums."""
         g_new, g_pre, g_post, g_res, g_block = (_part(g, part, self.dtype) for g in self.grads)
         g_mixed = None
         if g_block is not None:
-            g_mixed, terms = norm_bwd_tile(g_block, mixed, self.rstd[part], self.norm_weight)
-            self.g_norm_weight += tree_sum(terms, 0)
+            g_mixed, normed = norm_bwd_tile(g_block, mixed, self.rstd[part], self.norm_weight)
+            if self.need_norm_weight:
+                self.g_norm_weight += tree_sum(g_block * normed, 0)
         new = self.new_residual[part].to(self.dtype)
         mixes = mixes_bwd_tile(
             (g_pre, g_post, g_res),
@@ -298,7 +302,7 @@ class _BoundaryGradients:
         self.g_alpha_terms += tree_sum(mixes.alpha_terms, 0)
         self.g_bias += tree_sum(mixes.bias_terms, 0)
         with exact_matmul():
-            if need_phi:
+            if self.need_phi:
                 self.g_phi += mixes.scaled.T @ new.flatten(1)
             if not need_total:
                 return g_mixed, None
@@ -350,7 +354,7 @@ def mega_mhc_bwd(
     streams, output = tokens(residual, 2), tokens(previous_output, 1)
     pre, post = (tokens(t, 1).to(dtype) for t in (previous_pre_mix, previous_post_mix))
     mixing = tokens(previous_residual_mix, 2).to(dtype)
-    need_output, need_residual, need_pre, need_post, need_mixing, need_phi = needs[:6]
+    need_output, need_residual, _, need_post, need_mixing = needs[:5]
     need_total = need_output or need_residual or need_post or need_mixing
     shapes = (output.shape, streams.shape, pre.shape, post.shape, mixing.shape)
     outs = [
@@ -369,10 +373,11 @@ def mega_mhc_bwd(
         hc_eps,
         num_iters,
         dtype,
+        needs[5:],
     )
     for part in chunks(streams.shape[0], n * width):
         new = site.new_residual[part]
-        g_mixed, total = site.tile(part, aggregate_tile(new, pre[part]), pre[part], need_total, need_phi)
+        g_mixed, total = site.tile(part, aggregate_tile(new, pre[part]), pre[part], need_total)
         if g_previous_pre is not None:
             g_previous_pre[part] = 0.0 if g_mixed is None else aggregate_dot_tile(g_mixed, new)
         if total is None:
@@ -430,9 +435,10 @@ def mega_mhc_entry_bwd(
         hc_eps,
         num_iters,
         dtype,
+        needs[1:],
     )
     for part in chunks(flat.shape[0], n * flat.shape[1]):
-        _, total = site.tile(part, flat[part].to(dtype), one_hot, needs[0], needs[1])
+        _, total = site.tile(part, flat[part].to(dtype), one_hot, needs[0])
         if g_x is not None and total is not None:
             g_x[part] = stream_sum(total, 1)
     return _cast((g_x, site.g_phi, site.g_alpha, site.g_bias, site.g_norm_weight), inputs, needs)
@@ -497,8 +503,10 @@ def mega_mhc_exit_bwd(
     for part in chunks(streams.shape[0], n * width):
         new = update_tile(mixing[part], streams[part], post[part], output[part]).to(residual.dtype)
         mixed = aggregate_tile(new, pre[part])
-        g_mixed, terms = norm_bwd_tile(g_all[part].to(dtype), mixed, factor[part], scale)
-        g_norm_weight += tree_sum(terms, 0)
+        g = g_all[part].to(dtype)
+        g_mixed, normed = norm_bwd_tile(g, mixed, factor[part], scale)
+        if needs[5]:
+            g_norm_weight += tree_sum(g * normed, 0)
         if g_pre is not None:
             g_pre[part] = aggregate_dot_tile(g_mixed, new)
         total = pre[part].unsqueeze(-1) * g_mixed.unsqueeze(1)

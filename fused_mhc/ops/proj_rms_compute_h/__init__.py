@@ -55,9 +55,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     needs = needed(ctx, 6, *outer)
     found = []
     if any(needs):
-        found = _bwd(
-            *outer, *ctx.saved_tensors, ctx.n, ctx.eps, ctx.mode, ctx.precision, needs, ctx.backend
-        )
+        found = _bwd(*outer, *ctx.saved_tensors, ctx.n, ctx.eps, ctx.mode, ctx.precision, needs, ctx.backend)
     return spread(found, needs, 12)
 
 

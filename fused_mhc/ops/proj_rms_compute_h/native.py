@@ -108,7 +108,9 @@ def proj_rms_compute_h_fwd(
     flat, matrix = tokens(x, 1), weight.to(dtype)
     alpha, shift = spread_alphas((alpha_pre, alpha_post, alpha_res), n, dtype), bias.to(dtype)
     count, width = flat.shape
-    outs = [torch.empty(count, size, dtype=dtype, device=x.device) for size in (n, n, n * n, 1, matrix.shape[0])]
+    outs = [
+        torch.empty(count, size, dtype=dtype, device=x.device) for size in (n, n, n * n, 1, matrix.shape[0])
+    ]
     for part in chunks(count, width):
         proj, mean_square = project_tile(flat[part].to(dtype), matrix)
         u, r = rms_scale(mean_square, eps, rms_eps_mode)

@@ -76,9 +76,7 @@ def sinkhorn_fwd(input_logits: Tensor, num_iterations: int, eps: float, variant:
     return out.view(input_logits.shape)
 
 
-def sinkhorn_bwd(
-    grad: Tensor, input_logits: Tensor, num_iterations: int, eps: float, variant: str
-) -> Tensor:
+def sinkhorn_bwd(grad: Tensor, input_logits: Tensor, num_iterations: int, eps: float, variant: str) -> Tensor:
     n = input_logits.shape[-1]
     flat, flat_grad = tokens(input_logits, 2), tokens(grad, 2)
     dtype = compute_dtype(flat)

@@ -22,7 +22,9 @@ CHUNK_ELEMENTS = 1 << 20
 def tokens(t: Tensor, trailing: int) -> Tensor:
     """Flatten the leading dimensions, keeping the last ``trailing``: a view where the strides allow one, else a
     copy in the tensor's own dtype."""
-    return t.reshape(-1, *t.shape[t.dim() - trailing :]) if t.numel() else t.new_empty(_empty_shape(t, trailing))
+    return (
+        t.reshape(-1, *t.shape[t.dim() - trailing :]) if t.numel() else t.new_empty(_empty_shape(t, trailing))
+    )
 
 
 def _empty_shape(t: Tensor, trailing: int) -> tuple[int, ...]:

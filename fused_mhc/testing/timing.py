@@ -17,6 +17,9 @@ __all__ = ["Timing", "copy_bandwidth", "measure"]
 
 #: Flush buffer where the driver does not tell the size of the L2 cache.
 _FLUSH_BYTES = 256 << 20
+#: Clock that a pause is counted in (a faster one only shortens the pause), and its limit in seconds.
+_CYCLES_A_SECOND = 2_000_000_000
+_LONGEST_PAUSE = 0.5
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,8 @@ def measure(
 ) -> Timing:
     """Time ``call`` on ``device``.
 
-    On a GPU the calls are queued back to back between events, so that the host's cost hides behind the flushes; on a
-    CPU the clock is the wall's.
+    On a GPU each call stands between two events and a pause holds the device until the host has queued them all, so
+    that only device time counts; on a CPU the clock is the wall's.
 
     Args:
         call: takes nothing; its result is dropped.
@@ -82,6 +85,12 @@ def measure(
         flush = torch.empty(size if cold else 0, dtype=torch.int8, device=device)
         starts = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
         ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        call()
+        queueing = (time.perf_counter() - began) * repeats
+        torch.cuda.synchronize(device)
+        torch.cuda._sleep(int(min(queueing * 1.5, _LONGEST_PAUSE) * _CYCLES_A_SECOND))
         for start, end in zip(starts, ends, strict=True):
             flush.zero_()
             start.record()
@@ -91,7 +100,7 @@ def measure(
     return _summary([start.elapsed_time(end) * 1e3 for start, end in zip(starts, ends, strict=True)])
 
 
-def copy_bandwidth(device: torch.device | str, size: int = 1 << 30) -> float:
+def copy_bandwidth(device: torch.device | str, size: int = 2 << 30) -> float:
     """GB/s (bytes read plus bytes written) of a plain copy of ``size`` bytes on ``device``: the limit of every
     operation here.
 
@@ -99,7 +108,9 @@ def copy_bandwidth(device: torch.device | str, size: int = 1 << 30) -> float:
         InputError: ``size`` is below 1.
     """
     check_count("size", size)
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    source = torch.randint(
+        0, 256, (size,), dtype=torch.uint8, device=device
+    )  # zeros may copy faster than data
     target = torch.empty_like(source)
     timing = measure(lambda: target.copy_(source), device)
     return 2 * size / timing.median / 1e3

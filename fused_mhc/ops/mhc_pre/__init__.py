@@ -53,7 +53,7 @@ class _MhcPre(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        *tensors, iterations, rms_eps, compute_h_eps, sinkhorn_eps, mode, variant, precision, backend = args
+        *tensors, iterations, rms_eps, _, sinkhorn_eps, mode, variant, precision, backend = args
         layer_input, h_post, h_res, *saved = _fwd(*args)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *saved)

@@ -7,7 +7,6 @@ cheap: an operation pays for a few attribute reads.
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,7 +91,7 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
 
 def check_positive(name: str, value: Any) -> None:
     """``value`` is a finite real number above zero."""
-    if isinstance(value, bool) or not isinstance(value, (float, int, numbers.Real)):
+    if isinstance(value, bool) or not isinstance(value, (float, int)):
         raise InputError(f"{name}: expected a number above 0, got {value!r}")
     if not (math.isfinite(value) and value > 0):
         raise InputError(f"{name}: expected a finite number above 0, got {value!r}")
@@ -100,7 +99,7 @@ def check_positive(name: str, value: Any) -> None:
 
 def check_probability(name: str, value: Any) -> None:
     """``value`` is a real number in [0, 1)."""
-    if isinstance(value, bool) or not isinstance(value, (float, int, numbers.Real)):
+    if isinstance(value, bool) or not isinstance(value, (float, int)):
         raise InputError(f"{name}: expected a number in [0, 1), got {value!r}")
     if not 0 <= value < 1:
         raise InputError(f"{name}: expected a number in [0, 1), got {value!r}")

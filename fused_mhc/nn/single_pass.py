@@ -58,6 +58,8 @@ class SinglePassHyperConnection(nn.Module):
     Source: delayed pre-mix as in DeepSeek V4.1's single pass.
     """
 
+    norm_weight: nn.Parameter | None
+
     def __init__(
         self,
         hidden_size: int,

@@ -121,7 +121,7 @@ def _options(case: Case) -> dict[str, Any]:
     return options if takes_n is None else {**options, "n": takes_n}
 
 
-def _sublayer(backend: str) -> Callable[..., Tensor]:
+def _sublayer(backend: Any) -> Callable[..., Tensor]:
     from ..ops.h_post_bda import fused_h_post_bda
     from ..ops.mhc_pre import mhc_pre
 

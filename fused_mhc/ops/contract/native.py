@@ -93,7 +93,7 @@ def learned_output_contract_bwd(
     flat, matrix, factor, shift = tokens(x, 2), weight.to(dtype), scale.to(dtype), base.to(dtype)
     g_all, raw, rms = tokens(grad, 1), tokens(proj, 1), tokens(u, 1)
     g_x = x.new_empty(flat.shape) if needs[0] else None
-    g_weight = torch.zeros_like(matrix) if needs[1] else None
+    g_weight = matrix.new_zeros(matrix.shape) if needs[1] else None
     g_scale, g_base = torch.zeros(n, dtype=dtype, device=x.device), torch.zeros_like(shift)
     for part in chunks(flat.shape[0], n * width):
         g, p, v = g_all[part].to(dtype), raw[part], rms[part]

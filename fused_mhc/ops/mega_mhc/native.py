@@ -269,7 +269,7 @@ class _BoundaryGradients:
         self.phi, self.bias = phi.to(dtype), bias.to(dtype)
         self.alpha = spread_alphas(alpha.split(1), self.n, dtype)
         self.norm_weight = _optional(norm_weight, dtype)
-        self.g_phi, self.g_bias = torch.zeros_like(self.phi), torch.zeros_like(self.bias)
+        self.g_phi, self.g_bias = self.phi.new_zeros(self.phi.shape), torch.zeros_like(self.bias)
         self.g_alpha_terms = torch.zeros_like(self.alpha)
         self.g_norm_weight = torch.zeros(width, dtype=dtype, device=phi.device)
 

@@ -111,7 +111,7 @@ def mhc_pre_bwd(
     ]
     count = flat.shape[0]
     g_x = x.new_empty(flat.shape) if needs[0] else None
-    g_weight = torch.zeros_like(matrix) if needs[1] else None
+    g_weight = matrix.new_zeros(matrix.shape) if needs[1] else None
     g_alpha, g_bias = torch.zeros_like(alpha), torch.zeros_like(shift)
     for part in chunks(count, n * width):
         g_in, g_post, g_res, g_passed = (None if g is None else g[part].to(dtype) for g in grads)

@@ -147,7 +147,7 @@ def proj_rms_compute_h_bwd(
     grads = [None if g is None else tokens(g, 1) for g in (g_pre, g_post, g_res, g_r)]
     count, width = flat.shape
     g_x = x.new_empty(flat.shape) if needs[0] else None
-    g_weight = torch.zeros_like(matrix) if needs[1] else None
+    g_weight = matrix.new_zeros(matrix.shape) if needs[1] else None
     g_alpha, g_bias = torch.zeros_like(alpha), torch.zeros_like(shift)
     for part in chunks(count, width):
         *g_mixes, g_rms = (None if g is None else g[part].to(dtype) for g in grads)

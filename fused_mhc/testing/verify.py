@@ -94,16 +94,9 @@ def forced(backend: str) -> Iterator[None]:
 
 def _lacking(backend: str, device: torch.device) -> dict[str, str]:
     """The operations that ``backend`` cannot run on ``device`` in both directions, and why."""
-    status = {}
-    for name in ("native", backend):
-        with forced(name):
-            status[name] = backend_status(name, device)
-    lacking = {}
-    for native, row in zip(status["native"], status[backend], strict=True):
-        # A direction without a native kernel (the backward of an addition) needs none anywhere.
-        if native.chosen == "native" and row.chosen != backend:
-            lacking[row.op] = row.reasons[backend]
-    return lacking
+    with forced(backend):
+        rows = backend_status(backend, device)
+    return {row.op: row.reasons[backend] for row in rows if row.chosen != backend}
 
 
 def plan_verify(

@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 import torch
+from torch import Tensor
 
-from fused_mhc.testing.inputs import CATALOGUE, Mode, Shape, make_tensors
+from fused_mhc.testing.inputs import CATALOGUE, Mode, Operation, Shape, make_tensors
 
 STREAMS = (1, 2, 3, 4, 5, 8)
 SIZES = tuple(itertools.product((0, 1, 7), (1, 5, 64)))  # tokens, hidden size
@@ -23,22 +24,24 @@ CALLS = [
 ]
 
 
+def _check(op: Operation, mode: Mode, shape: Shape, fewer: dict[str, int]) -> None:
+    made = make_tensors(op.name, shape, torch.float64, mode=mode)
+    options = op.options(mode, shape) | fewer
+    given = {key: t.requires_grad_() for key, t in made.items() if t is not None}
+    absent = dict.fromkeys(mode.absent)
+
+    def call(*values: Tensor) -> object:
+        return op.function(**dict(zip(given, values, strict=True)), **absent, **options)
+
+    count = sum(t.numel() for t in given.values())
+    assert torch.autograd.gradcheck(call, tuple(given.values()), fast_mode=count > FULL_BELOW), str(shape)
+
+
 @pytest.mark.parametrize("n", STREAMS)
 @pytest.mark.parametrize(("name", "mode"), CALLS)
 def test_gradcheck(name: str, mode: Mode, n: int) -> None:
-    op = CATALOGUE[name]
     # Sinkhorn sees no hidden size; where it is one part of a larger operation a few of its iterations do.
     sizes = SIZES[::3] if name == "sinkhorn" else SIZES
     fewer = {key: min(mode.options.get(key, 20), 4) for key in ITERATIONS.get(name, ())}
     for tokens, width in sizes:
-        shape = Shape((tokens,), n, width)
-        made = make_tensors(name, shape, torch.float64, mode=mode)
-        options = op.options(mode, shape) | fewer
-        given = {key: t.requires_grad_() for key, t in made.items() if t is not None}
-        absent = dict.fromkeys(mode.absent)
-
-        def call(*values: torch.Tensor) -> object:
-            return op.function(**dict(zip(given, values, strict=True)), **absent, **options)
-
-        count = sum(t.numel() for t in given.values())
-        assert torch.autograd.gradcheck(call, tuple(given.values()), fast_mode=count > FULL_BELOW), str(shape)
+        _check(CATALOGUE[name], mode, Shape((tokens,), n, width), fewer)

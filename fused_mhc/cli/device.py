@@ -1,0 +1,32 @@
+"""The ``--device`` option of every command."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["chosen_device"]
+
+
+def chosen_device(name: str) -> torch.device:
+    """The device that ``--device`` names: ``auto`` is the GPU if there is one, else the CPU.
+
+    Raises:
+        InputError: the name is no device, or one that is not here.
+    """
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not (kind == "cuda" and index.isdecimal())):
+        raise InputError(f"--device: expected auto, cpu, cuda or cuda:<index>, got {name!r}")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise InputError(
+            f"--device: expected a device that is here, got {name!r}; CUDA devices: {torch.cuda.device_count()}"
+        )
+    return torch.device(name)

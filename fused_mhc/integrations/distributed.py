@@ -28,7 +28,7 @@ from ..nn.contract import LearnedOutputContract
 __all__ = ["carried_streams", "check_ranks_agree", "fully_shard_mappings", "sum_gradients"]
 
 #: Bytes of gradients that one collective carries.
-BUCKET_BYTES = 32 << 20
+_BUCKET_BYTES = 32 << 20
 
 _MAPPINGS = (HyperConnection, SinglePassHyperConnection, LearnedOutputContract)
 #: Mappings of transformers, by name so that it need not be imported.
@@ -53,7 +53,7 @@ def _local(t: Tensor) -> Tensor:
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[Tensor]]:
-    """Gradients in the order of the parameters, of one dtype and device and about `BUCKET_BYTES` each time."""
+    """Gradients in the order of the parameters, of one dtype and device and about `_BUCKET_BYTES` each time."""
     bucket: list[Tensor] = []
     size = 0
     for parameter in parameters:
@@ -63,7 +63,7 @@ def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[Tensor]]:
             parameter.grad = torch.zeros_like(parameter)
         grad = _local(parameter.grad)
         same = not bucket or (bucket[0].dtype, bucket[0].device) == (grad.dtype, grad.device)
-        if not same or size >= BUCKET_BYTES:
+        if not same or size >= _BUCKET_BYTES:
             yield bucket
             bucket, size = [], 0
         bucket.append(grad)
@@ -236,7 +236,7 @@ def check_ranks_agree(
     own |= {name: str(value) for name, value in env.raw_values().items() if name.startswith("MHC_")}
     ranks: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(ranks, own, group=group)
-    for name in own:
+    for name in dict.fromkeys(name for settings in ranks for name in settings):
         values = [settings.get(name, "") for settings in ranks]
         if len(set(values)) > 1:
             told = "; ".join(

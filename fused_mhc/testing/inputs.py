@@ -226,7 +226,7 @@ def make_tensors(
     draw = _Draw(seed, device)
     small = mixes_dtype(dtype) if mixes is None else mixes
     lead, n, width = shape.lead, shape.n, shape.hidden_size
-    projection = 1.0 / math.sqrt(shape.width)  # logits of about unit size
+    projection = 1.0 / math.sqrt(max(shape.width, 1))  # logits of about unit size
 
     def streams() -> Tensor:
         return draw.normal(*lead, n, width, dtype=dtype)

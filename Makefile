@@ -63,11 +63,7 @@ else
 endif
 
 bench-gpu:
-ifeq ($(wildcard benchmarks/__main__.py),)
-	@echo "bench-gpu: there is no benchmark yet"
-else
 	PYTHONPATH=. $(GPU_PYTHON) -m benchmarks $(ARGS)
-endif
 
 clean:
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist report

@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from ..errors import BackendError, InputError, ScheduleError
+from .bench import bench_command
 from .demo import demo_command
 from .doctor import doctor_command
 from .verify import verify_command
@@ -63,6 +64,7 @@ def _root(
 
 app.command("doctor")(doctor_command)
 app.command("verify")(verify_command)
+app.command("bench")(bench_command)
 app.command("demo")(demo_command)
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from .. import env
 from ..errors import InputError
+from .options import check_names, chosen_device
 
 if TYPE_CHECKING:
     from ..testing.bench import Report
@@ -33,13 +34,6 @@ def _shape(text: str) -> Shape:
     if tokens < 0 or not 1 <= n <= 16 or width < 1:
         raise InputError(f"--shape: expected T >= 0, n in 1..16, C >= 1, got {text!r}")
     return Shape((tokens,), n, width)
-
-
-def _chosen(option: str, names: list[str] | None, known: tuple[str, ...], default: list[str]) -> list[str]:
-    for name in names or ():
-        if name not in known:
-            raise InputError(f"{option}: expected one of {', '.join(known)}, got {name!r}")
-    return names or default
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -89,14 +83,14 @@ def bench_command(
     from ..checks import check_count
     from ..testing.bench import CASES, PEERS, Case, installed_peers, run_bench
     from ..testing.plot import check_matplotlib, plot_report
-    from .device import chosen_device
 
     check_count("--repeats", repeats)
     if dtype not in _DTYPES:
         raise InputError(f"--dtype: expected one of {', '.join(_DTYPES)}, got {dtype!r}")
-    ops = _chosen("--op", op, CASES, list(CASES))
-    backends = _chosen("--backend", backend, env.BACKENDS[1:], list(env.BACKENDS[1:]))
-    peers = _chosen("--peer", peer, tuple(PEERS), [])
+    check_names("--op", op, tuple(CASES))
+    check_names("--backend", backend, env.BACKENDS[1:])
+    check_names("--peer", peer, tuple(PEERS))
+    ops, backends, peers = op or list(CASES), backend or list(env.BACKENDS[1:]), peer or []
     for name in peers:
         if name not in installed_peers():
             raise InputError(f"--peer: expected one that is installed, got {name!r}")

@@ -11,20 +11,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from .. import env
-from ..errors import InputError
+from .options import check_names, chosen_device
 
 if TYPE_CHECKING:
     from ..testing.verify import VerifyRow
 
 __all__ = ["verify_command"]
-
-
-def _chosen(option: str, names: list[str] | None, known: tuple[str, ...]) -> list[str] | None:
-    """``names`` if each is known; None (all of them) if none was given."""
-    for name in names or []:
-        if name not in known:
-            raise InputError(f"{option}: expected one of {', '.join(known)}, got {name!r}")
-    return names or None
 
 
 def _worst(rows: list[VerifyRow]) -> str:
@@ -68,13 +60,12 @@ def verify_command(
     """
     from ..dispatch import OPERATIONS
     from ..testing.verify import run_verify
-    from .device import chosen_device
 
-    backends = _chosen("--backend", backend, env.BACKENDS[1:])
-    ops = _chosen("--op", op, tuple(OPERATIONS))
+    check_names("--backend", backend, env.BACKENDS[1:])
+    check_names("--op", op, tuple(OPERATIONS))
     where = str(chosen_device(device))
     with Console(stderr=True).status("starting") as status:
-        rows = run_verify(backends, ops, where, progress=status.update)
+        rows = run_verify(backend or None, op or None, where, progress=status.update)
 
     failed = [row for row in rows if not row.ok]
     if as_json:

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from ... import __version__
 from ...errors import BackendError, InputError
-from ..device import chosen_device
+from ..options import chosen_device
 
 if TYPE_CHECKING:
     import torch

@@ -1,7 +1,8 @@
-"""The ``--device`` option of every command."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import InputError
@@ -9,7 +10,7 @@ from ..errors import InputError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["chosen_device"]
+__all__ = ["check_names", "chosen_device"]
 
 
 def chosen_device(name: str) -> torch.device:
@@ -30,3 +31,14 @@ def chosen_device(name: str) -> torch.device:
             f"--device: expected a device that is here, got {name!r}; CUDA devices: {torch.cuda.device_count()}"
         )
     return torch.device(name)
+
+
+def check_names(option: str, names: Sequence[str] | None, known: Sequence[str]) -> None:
+    """Each of ``names`` (an option that may be repeated) is one of ``known``.
+
+    Raises:
+        InputError: one is not.
+    """
+    for name in names or ():
+        if name not in known:
+            raise InputError(f"{option}: expected one of {', '.join(known)}, got {name!r}")

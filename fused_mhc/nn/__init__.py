@@ -2,6 +2,7 @@
 
 from .contract import InputExpand, LearnedOutputContract, OutputContract
 from .hyper_connection import HyperConnected, HyperConnection, HyperConnectionState
+from .recompute import RecomputedStreams, recompute_streams
 from .single_pass import Mixes, SinglePassHyperConnection
 
 __all__ = [
@@ -12,5 +13,7 @@ __all__ = [
     "LearnedOutputContract",
     "Mixes",
     "OutputContract",
+    "RecomputedStreams",
     "SinglePassHyperConnection",
+    "recompute_streams",
 ]

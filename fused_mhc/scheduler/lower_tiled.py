@@ -41,7 +41,7 @@ def lower_tiled_mhc(
 
     Args:
         token_tile: 8, 16 or 32 tokens; None for 8 forward, 32 backward. Doubles until the tables hold the graph.
-        group_rows: tokens of a macro-tile (forward, default 64) or of a chunk of g_phi (backward, default 512).
+        group_rows: tokens of a macro-tile (forward, default 64) or of a chunk of g_phi (backward, default 256).
         parts: slices of phi's columns (forward, default 4) or of C (backward, default 8), at the most.
         wave_rows: tokens of a wave of the vector queue; None for about one task a worker.
 
@@ -175,16 +175,16 @@ def _backward(
     graph, topology = tiled_grad.build_tiled_grad_graph(tiling, hidden_size)
     config = build_runtime_config(graph, topology, num_cube_cores=workers.cube)
     wave = _wave_rows(wave_rows, tiling.token_tile, tiling.parts, workers)
-    # Post gradients follow one wave behind the sums they need; the mixes' gradients follow the last of their chunk.
+    # Mapping tasks are few and slow, so they run two waves ahead; the mixes' gradients follow the last of their chunk.
     order_queue(
         config,
         TaskAiCoreType.TASK_AICORE_VECTOR,
         [
             [
-                TaskType.TASK_TILE_MAPPING_GRAD,
+                (TaskType.TASK_TILE_MAPPING_GRAD, -2),
                 TaskType.TASK_TILE_NORM_GRAD,
-                (TaskType.TASK_TILE_POST_GRAD, 1),
-                (TaskType.TASK_TILE_MIX_GRAD, ceil_div(tiling.chunk_rows, wave) + 2),
+                TaskType.TASK_TILE_POST_GRAD,
+                (TaskType.TASK_TILE_MIX_GRAD, ceil_div(tiling.chunk_rows, wave) + 1),
             ]
         ],
         wave,
@@ -207,6 +207,8 @@ def _backward(
             "chunk_rows": tiling.chunk_rows,
             "parts": tiling.parts,
             "part_width": tiling.part_width,
+            "phi_parts": tiling.phi_parts,
+            "phi_width": tiling.phi_width,
             "wave_rows": wave,
         },
         """
@@ -269,15 +271,18 @@ def _backward_accesses(
     writer.slices(tasks, WRITE, "g_residual g_previous_output", *pieces)
     dots(tasks, WRITE, "post_dots", part, start, stop)
 
-    tasks, start, stop = task_rows(stages["tile_phi_grad"], chunk, tokens, parts)
-    part, chunk_index = np.arange(len(tasks)) % parts, np.arange(len(tasks)) // parts
+    phi_parts, phi_width = geometry["phi_parts"], geometry["phi_width"]
+    tasks, start, stop = task_rows(stages["tile_phi_grad"], chunk, tokens, phi_parts)
+    part, chunk_index = np.arange(len(tasks)) % phi_parts, np.arange(len(tasks)) // phi_parts
     writer.rows(tasks, READ, f"{mixes} g_scaled_logits", start, stop)
-    writer.slices(tasks, WRITE, "partial_phi", chunk_index, chunk_index + 1, part, width, columns)
+    writer.slices(tasks, WRITE, "partial_phi", chunk_index, chunk_index + 1, part, phi_width, columns)
     tiles = (stop - start + tile - 1) // tile
     owner = np.repeat(np.arange(len(tasks)), tiles)
     first = start[owner] + (np.arange(len(owner)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile
     last = np.minimum(first + tile, tokens)
-    writer.slices(tasks[owner], READ, "residual previous_output", first, last, part[owner], width, columns)
+    writer.slices(
+        tasks[owner], READ, "residual previous_output", first, last, part[owner], phi_width, columns
+    )
 
     tasks, start, stop = task_rows(stages["tile_mix_grad"], chunk, tokens)
     for piece in range(parts):

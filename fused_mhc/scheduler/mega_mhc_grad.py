@@ -145,13 +145,14 @@ def resolve_grad_token_tile(token_count: int, requested_tile: int) -> int:
             f"token_count and requested_tile must both be positive, got {(token_count, requested_tile)}"
         )
     tile = round_up(requested_tile, NATIVE_GRAD_VECTOR_TILE)
-    # A jump to the first tile that can fit, so that a huge token count does not grow in millions of steps.
-    tile = max(tile, token_count // MIN_EVENT_CAPACITY // NATIVE_GRAD_VECTOR_TILE * NATIVE_GRAD_VECTOR_TILE)
-    while True:
-        tiling = make_grad_tiling(token_count, tile)
-        if _event_count(tiling.tile_count, tiling.macro_count) <= MIN_EVENT_CAPACITY:
-            return tile
-        tile += NATIVE_GRAD_VECTOR_TILE
+    tiling = make_grad_tiling(token_count, tile)
+    if _event_count(tiling.tile_count, tiling.macro_count) <= MIN_EVENT_CAPACITY:
+        return tile
+    # From 64 rows on a macro-tile is one tile, which then takes three events.
+    most_tiles = (MIN_EVENT_CAPACITY - _event_count(0, 0)) // 3
+    return max(
+        tile, NATIVE_GRAD_CUBE_TILE, round_up(ceil_div(token_count, most_tiles), NATIVE_GRAD_VECTOR_TILE)
+    )
 
 
 def order_vector_tasks_by_stage(config: RuntimeConfigC) -> None:

@@ -12,7 +12,7 @@ from fused_mhc.scheduler.task import TaskAiCoreType, TaskType
 
 __all__ = ["Stages", "first_rows", "order_queue"]
 
-#: Groups of stages; a stage is a task type, or a task type and the number of waves it stays behind its group.
+#: Groups of stages; a stage is a task type, or a task type and how many waves it stays behind its group.
 Stages = Sequence[Sequence["TaskType | tuple[TaskType, int]"]]
 
 
@@ -28,7 +28,8 @@ def order_queue(
     """Put one queue of the table in order.
 
     The groups follow one another. Inside a group come waves of ``wave_rows`` tokens (None: all of them), inside a
-    wave its stages, inside a stage its tasks by index. A stage with a lag of ``k`` runs with the wave ``k`` later.
+    wave its stages, inside a stage its tasks by index. A stage with a lag of ``k`` runs with the wave ``k`` later
+    (``-k``: earlier).
 
     Raises:
         InputError: ``wave_rows`` is not positive.

@@ -36,6 +36,7 @@ __all__ = [
     "Program",
     "Reduction",
     "Stage",
+    "cut",
 ]
 
 READ, WRITE = 1, 2
@@ -137,6 +138,20 @@ class AccessTable:
     def drop(self, rows: np.ndarray) -> AccessTable:
         """The table without the rows marked."""
         return AccessTable(*(column[~rows] for column in self.columns()))
+
+
+def cut(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cut ranges at every border of any of them.
+
+    Returns ``(points, range, piece)``: piece ``k`` is ``points[k]:points[k + 1]``; the other two say, pair by pair,
+    which range covers which piece, ranges ascending.
+    """
+    points = np.unique(np.concatenate([start, stop]))
+    first = np.searchsorted(points, start)
+    count = np.searchsorted(points, stop) - first
+    owner = np.repeat(np.arange(len(start)), count)
+    piece = first[owner] + np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
+    return points, owner, piece
 
 
 class AccessWriter:

@@ -25,7 +25,7 @@ from fused_mhc.scheduler.fill import StageFill
 from fused_mhc.scheduler.graph import ComputeGraph, OperatorNode, OpType, TensorSpec
 from fused_mhc.scheduler.split import SplitSpec, TaskSplitValue, ceil_div
 from fused_mhc.scheduler.task import MAX_TASK_NUM, TaskAiCoreType, TaskType
-from fused_mhc.scheduler.tiled import check_token_tile, split_columns
+from fused_mhc.scheduler.tiled import PART_GRANULARITY, check_token_tile, split_columns
 
 __all__ = [
     "TiledGradEventLayout",
@@ -36,20 +36,26 @@ __all__ = [
 ]
 
 DEFAULT_TOKEN_TILE = 32
-DEFAULT_CHUNK_ROWS = 512
+DEFAULT_CHUNK_ROWS = 256
 DEFAULT_PARTS = 8
+_PHI_CUTS = (4, 2, 1)
 _CUBE, _VECTOR = TaskAiCoreType.TASK_AICORE_CUBE, TaskAiCoreType.TASK_AICORE_VECTOR
 
 
 @dataclass(frozen=True)
 class TiledGradTiling:
-    """Tiles, chunks (a whole number of tiles; the unit of the sum over tokens of g_phi) and slices of C."""
+    """Tiles, chunks (a whole number of tiles; the unit of the sum over tokens of g_phi) and slices of C.
+
+    A chunk has more rows than a tile, so ``tile_phi_grad`` takes narrower slices (a whole number in each other one).
+    """
 
     token_count: int
     token_tile: int
     chunk_rows: int
     parts: int
     part_width: int
+    phi_parts: int
+    phi_width: int
     tile_count: int
     chunk_count: int
 
@@ -82,11 +88,15 @@ def make_tiling(
     if chunk_rows <= 0 or chunk_rows % token_tile:
         raise InputError(f"chunk_rows: expected a multiple of token_tile ({token_tile}), got {chunk_rows}")
     count, width = split_columns(hidden_size, parts)
+    phi_width = next(width // cuts for cuts in _PHI_CUTS if width % (cuts * PART_GRANULARITY) == 0)
+    phi_parts = ceil_div(hidden_size, phi_width)
     while True:
         tiles, chunks = ceil_div(token_count, token_tile), ceil_div(token_count, chunk_rows)
-        fits_tasks = tiles * (2 * parts + 1) + chunks * (parts + 1) <= MAX_TASK_NUM
+        fits_tasks = tiles * (2 * parts + 1) + chunks * (_PHI_CUTS[0] * parts + 1) <= MAX_TASK_NUM
         if fits_tasks and build_event_layout(tiles, chunks).event_count <= MAX_EVENT_CAPACITY:
-            return TiledGradTiling(token_count, token_tile, chunk_rows, count, width, tiles, chunks)
+            return TiledGradTiling(
+                token_count, token_tile, chunk_rows, count, width, phi_parts, phi_width, tiles, chunks
+            )
         token_tile, chunk_rows = 2 * token_tile, 2 * chunk_rows
 
 
@@ -94,7 +104,7 @@ def build_tiled_grad_graph(tiling: TiledGradTiling, hidden_size: int) -> tuple[C
     """The graph of that tiling and its topology, split."""
     layout = build_event_layout(tiling.tile_count, tiling.chunk_count)
     tiles, chunks = np.arange(tiling.tile_count), np.arange(tiling.chunk_count)
-    tile_pieces, chunk_pieces = np.repeat(tiles, tiling.parts), np.repeat(chunks, tiling.parts)
+    tile_pieces, chunk_pieces = np.repeat(tiles, tiling.parts), np.repeat(chunks, tiling.phi_parts)
     chunk_of_piece = tile_pieces * tiling.token_tile // tiling.chunk_rows
     data = TensorSpec("grad_data", [tiling.token_count, hidden_size], 0)
     graph = ComputeGraph()
@@ -138,7 +148,7 @@ def build_tiled_grad_graph(tiling: TiledGradTiling, hidden_size: int) -> tuple[C
                 _CUBE,
                 layout.chunk_base + chunk_pieces,
                 layout.final,
-                parts=tiling.parts,
+                parts=tiling.phi_parts,
             ),
         ),
         (

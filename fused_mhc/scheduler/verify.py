@@ -9,7 +9,7 @@ import numpy as np
 
 from fused_mhc.errors import ScheduleError
 from fused_mhc.scheduler.event import EVENT_INVALID_ID, MAX_EVENT_CAPACITY
-from fused_mhc.scheduler.program import READ, WRITE, Program
+from fused_mhc.scheduler.program import READ, WRITE, Program, cut
 from fused_mhc.scheduler.task import MAX_TASK_NUM, TaskAiCoreType, TaskType
 
 __all__ = ["EventOrder", "check_queues", "event_order", "verify"]
@@ -286,14 +286,8 @@ def _check_buffer(
     It is enough to compare each access with the write before it and each read with the write after it: the rest
     follows, because "ends before" is transitive.
     """
-    points = np.unique(np.concatenate([start, stop]))
-    first, pieces = (
-        np.searchsorted(points, start),
-        np.searchsorted(points, stop) - np.searchsorted(points, start),
-    )
-    access = np.repeat(np.arange(len(task)), pieces)
-    offset = np.arange(len(access)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    piece, who, how = first[access] + offset, task[access], mode[access]
+    points, access, piece = cut(start, stop)
+    who, how = task[access], mode[access]
     rank = np.lexsort((who, order.level[who], piece))
     piece, who, how = piece[rank], who[rank], how[rank]
     heads = np.flatnonzero(np.r_[True, (piece[1:] != piece[:-1]) | (who[1:] != who[:-1])])

@@ -80,8 +80,9 @@ def sum_gradients(
 
     Under sequence parallelism every rank computes the mapping's gradients from its own tokens; the gradient of the
     whole sequence is their sum. ``((g_0 + g_1) + g_2) + ...`` is computed on every rank, in fp32 (fp64 for fp64) and
-    rounded once, so all ranks hold the same bits, on every run and whatever the collective's algorithm. They are the
-    bits of one process, too, where each rank's tokens fill one chunk of the operation's sum over tokens.
+    rounded once, so all ranks hold the same bits, on every run and whatever the collective's algorithm. For the
+    projection and the bias they are the bits of one process, too, where each rank's tokens fill one chunk of the
+    operation's sum over tokens.
 
     Every rank of the group must call this with the same parameters. A missing gradient counts as zeros (a rank
     without tokens). Shards of DTensors are summed shard by shard: give the group of the sequence dimension.
@@ -104,10 +105,11 @@ def sum_gradients(
                 "without one; pass the parameters themselves"
             )
     ranks = dist.get_world_size(group)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
     for bucket in _buckets(parameters):
         flat = torch.cat([grad.reshape(-1) for grad in bucket])
         parts = flat.new_empty(ranks * flat.numel())
-        dist.all_gather_into_tensor(parts, flat, group=group)
+        gather(parts, flat, group=group)
         first, *rest = parts.view(ranks, -1)
         total = first.to(torch.promote_types(flat.dtype, torch.float32), copy=True)
         for part in rest:

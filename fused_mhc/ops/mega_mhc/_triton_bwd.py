@@ -1,0 +1,878 @@
+"""The single pass in Triton, backward.
+
+1. The mixes: Sinkhorn, sigmoids and scale back to the raw projection, kept as bf16 parts, and to the factor of the new
+   streams in their own gradient; T x N numbers.
+2. One read of the new streams and of the gradient of the block input, by columns: shares of g_phi and g_norm_weight
+   for every chunk of tokens, and each token's sum for the RMSNorm.
+3. One read of all that touches the state, by tokens: the gradient of the new streams is made in registers, and with it
+   everything that goes to the site before. The new streams are made again from their inputs.
+4. The shares are added in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._triton_common import Launcher, alignment, flatten, store, widen
+from ..proj_rms_compute_h._triton_bwd import add_shares, g_parts
+from ..proj_rms_compute_h._triton_tiles import (
+    PARTS,
+    alpha_columns,
+    load_columns,
+    mapping_bwd_tile,
+    store_parts,
+)
+from ..sinkhorn._triton import sinkhorn_bwd_tile, sinkhorn_load_tile, sinkhorn_store_tile
+from ..sinkhorn.config import heuristic as sinkhorn_heuristic
+from . import config as tiles
+from ._triton_fwd import State, read_entry, read_state, split_phi
+from ._triton_tiles import (
+    add_products,
+    lane_sums,
+    load_mixes,
+    load_parts,
+    load_streams,
+    mixed_tile,
+    split,
+    unmix_tile,
+    update_tile,
+    weighted_sum,
+)
+
+__all__ = ["mega_mhc_bwd", "mega_mhc_entry_bwd", "mega_mhc_exit_bwd"]
+
+
+@triton.jit
+def logits_tile(proj, u, alpha_ptr, bias_ptr, n: tl.constexpr):
+    """Sinkhorn's logits from the raw projection: tuples of n*n vectors."""
+    scale = widen(tl.load(alpha_ptr + 2))
+    logits = ()
+    for k in tl.static_range(n * n):
+        logits = logits + (proj[k] * u * scale + widen(tl.load(bias_ptr + 2 * n + k)),)
+    return logits
+
+
+@triton.jit(do_not_specialize=["count", "stride_pre", "stride_post", "stride_res", "hc_eps"])
+def mixes_bwd_kernel(
+    proj_ptr,
+    u_ptr,
+    g_pre_ptr,
+    g_post_ptr,
+    g_res_ptr,
+    alpha_ptr,
+    bias_ptr,
+    logits_ptr,
+    parts_ptr,
+    coefficient_ptr,
+    share_ptr,
+    count: tl.int64,
+    stride_pre: tl.int64,
+    stride_post: tl.int64,
+    stride_res: tl.int64,
+    hc_eps: tl.float32,
+    n: tl.constexpr,
+    C: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    G_PARTS: tl.constexpr,
+):
+    """``logits_ptr``: scratch for the gradient of Sinkhorn's logits, ``[T, n*n]``."""
+    N: tl.constexpr = n * n + 2 * n
+    tile = tl.program_id(0).to(tl.int64)
+    rows = tile * TOKENS + tl.arange(0, TOKENS)
+    row_mask = rows < count
+    cols = tl.arange(0, COLUMNS)
+    u = tl.load(u_ptr + rows, mask=row_mask, other=0.0)
+    if g_res_ptr is not None:
+        raw = sinkhorn_load_tile(proj_ptr + 2 * n, N, rows, row_mask, n, 1)
+        g_res = sinkhorn_load_tile(g_res_ptr, stride_res, rows, row_mask, n, 1)
+        logits = logits_tile(raw, u, alpha_ptr, bias_ptr, n)
+        g_logits = sinkhorn_bwd_tile(g_res, logits, hc_eps, n, ITERATIONS, False, SEGMENT)
+        # Sinkhorn holds a token in one thread: its gradient changes hands through memory.
+        sinkhorn_store_tile(logits_ptr, g_logits, rows, row_mask, n)
+        tl.debug_barrier()
+    alpha = alpha_columns(alpha_ptr, alpha_ptr + 1, alpha_ptr + 2, cols, n)
+    bias = widen(tl.load(bias_ptr + cols, mask=cols < N, other=0.0))
+    scaled = load_columns(proj_ptr, rows, row_mask, cols, N, N) * u[:, None]
+    g_mix = load_columns(g_pre_ptr, rows, row_mask, cols, stride_pre, n)
+    g_mix += load_columns(g_post_ptr, rows, row_mask, cols - n, stride_post, n)
+    if g_res_ptr is not None:
+        g_mix += load_columns(logits_ptr, rows, row_mask, cols - 2 * n, n * n, n * n)
+    factor = tl.where(cols < n, 1.0, tl.where(cols < 2 * n, 2.0, 0.0))
+    one = tl.zeros_like(u) + 1.0
+    g_scaled, g_u, g_h, alpha_terms = mapping_bwd_tile(g_mix, factor[None, :], scaled, one, alpha, bias)
+    store_parts(parts_ptr, g_scaled * u[:, None], rows, row_mask, cols, COLUMNS, G_PARTS)
+    tl.store(coefficient_ptr + rows, -(u * u / (n * C)) * g_u, mask=row_mask)
+    share = share_ptr + tile * (2 * COLUMNS) + cols
+    tl.store(share, tl.sum(alpha_terms, axis=0))
+    tl.store(share + COLUMNS, tl.sum(g_h, axis=0))
+
+
+@triton.jit
+def new_streams_tile(
+    output_ptr,
+    residual_ptr,
+    post_ptr,
+    mixing_ptr,
+    rows,
+    row_mask,
+    mask,
+    columns,
+    stride_output,
+    stride_residual,
+    stream_stride,
+    stride_post,
+    stride_mixing,
+    n: tl.constexpr,
+    REMAKE: tl.constexpr,
+):
+    """The new streams, made again by step 1 (REMAKE) or read from ``residual_ptr``."""
+    streams = load_streams(residual_ptr, stream_stride, rows[:, None] * stride_residual + columns, mask, n)
+    if REMAKE:
+        mixing = load_mixes(mixing_ptr, stride_mixing, rows, row_mask, n * n)
+        post = load_mixes(post_ptr, stride_post, rows, row_mask, n)
+        output = tl.load(output_ptr + rows[:, None] * stride_output + columns, mask=mask, other=0.0)
+        return update_tile(streams, output, mixing, post, n, residual_ptr.dtype.element_ty)
+    else:
+        return streams
+
+
+@triton.jit
+def store_sums(pointer, sums, rows, row_mask, COUNT: tl.constexpr):
+    """Write COUNT sums of every token, each still spread over lanes."""
+    for k in tl.static_range(COUNT):
+        store(pointer + rows * COUNT + k, tl.sum(sums[k], axis=1), row_mask)
+
+
+@triton.jit
+def transposed(tiles, COUNT: tl.constexpr):
+    """Each tile transposed."""
+    turned = ()
+    for k in tl.static_range(COUNT):
+        turned = turned + (tl.trans(tiles[k]),)
+    return turned
+
+
+@triton.jit
+def collapse_tile(streams, pre_ptr, stride_pre, rows, row_mask, n: tl.constexpr, ENTRY: tl.constexpr):
+    """``mixed``, by the pre-mix or (ENTRY) stream 0."""
+    if ENTRY:
+        return widen(streams[0])
+    else:
+        return mixed_tile(streams, load_mixes(pre_ptr, stride_pre, rows, row_mask, n), n)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "count",
+        "stride_output",
+        "stride_residual",
+        "stream_stride",
+        "stride_pre",
+        "stride_post",
+        "stride_mixing",
+        "stride_block",
+    ]
+)
+def norm_bwd_kernel(
+    output_ptr,
+    residual_ptr,
+    pre_ptr,
+    post_ptr,
+    mixing_ptr,
+    norm_weight_ptr,
+    g_block_ptr,
+    rstd_ptr,
+    parts_ptr,
+    mean_ptr,
+    phi_share_ptr,
+    weight_share_ptr,
+    count: tl.int64,
+    stride_output: tl.int64,
+    stride_residual: tl.int64,
+    stream_stride: tl.int64,
+    stride_pre: tl.int64,
+    stride_post: tl.int64,
+    stride_mixing: tl.int64,
+    stride_block: tl.int64,
+    n: tl.constexpr,
+    C: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    REMAKE: tl.constexpr,
+    ENTRY: tl.constexpr,
+    G_PARTS: tl.constexpr,
+    X_PARTS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Some columns of all streams, one chunk of tokens. ``mean_ptr [blocks, T]``: sums over these columns of the
+    gradient before the norm weight times ``mixed``."""
+    N: tl.constexpr = n * n + 2 * n
+    block, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    c = block * WIDTH + tl.arange(0, WIDTH)
+    columns = c[None, :]
+    cols = tl.arange(0, COLUMNS)
+    if norm_weight_ptr is not None:
+        norm_weight = widen(tl.load(norm_weight_ptr + c, mask=c < C, other=0.0))
+    shares = ()
+    if phi_share_ptr is not None:
+        for _ in tl.static_range(n):
+            shares = shares + (tl.zeros((COLUMNS, WIDTH), tl.float32),)
+    weight_share = tl.zeros((TOKENS, WIDTH), tl.float32)
+    last = tl.minimum(chunk * CHUNK + CHUNK, count)
+    for first in tl.range(chunk * CHUNK, last, TOKENS, num_stages=STAGES):
+        rows = first + tl.arange(0, TOKENS)
+        row_mask = rows < last
+        mask = row_mask[:, None]
+        if C % WIDTH != 0:
+            mask = mask & (columns < C)
+        streams = new_streams_tile(
+            output_ptr,
+            residual_ptr,
+            post_ptr,
+            mixing_ptr,
+            rows,
+            row_mask,
+            mask,
+            columns,
+            stride_output * ALIGN,
+            stride_residual * ALIGN,
+            stream_stride * ALIGN,
+            stride_post,
+            stride_mixing,
+            n,
+            REMAKE,
+        )
+        if g_block_ptr is not None:
+            mixed = collapse_tile(streams, pre_ptr, stride_pre, rows, row_mask, n, ENTRY)
+            g_at = g_block_ptr + rows[:, None] * (stride_block * ALIGN) + columns
+            g_block = widen(tl.load(g_at, mask=mask, other=0.0))
+            if weight_share_ptr is not None:
+                rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
+                weight_share = tl.fma(g_block, mixed * rstd[:, None], weight_share)
+            if norm_weight_ptr is not None:
+                g_block = g_block * norm_weight[None, :]
+            tl.store(mean_ptr + block * count + rows, tl.sum(g_block * mixed, axis=1), mask=row_mask)
+        if phi_share_ptr is not None:
+            parts_at = rows[:, None] * (G_PARTS * COLUMNS) + cols[None, :]
+            g = transposed(load_parts(parts_ptr, COLUMNS, parts_at, row_mask[:, None], G_PARTS), G_PARTS)
+            added = ()
+            for j in tl.static_range(n):
+                share = add_products(g, split(streams[j], X_PARTS), shares[j], G_PARTS, X_PARTS, 3)
+                added = added + (share,)
+            shares = added
+    if weight_share_ptr is not None:
+        tl.store(weight_share_ptr + chunk * C + c, tl.sum(weight_share, axis=0), mask=c < C)
+    if phi_share_ptr is not None:
+        share_mask = (cols[:, None] < N) & (columns < C)
+        for j in tl.static_range(n):
+            at = (chunk * N + cols[:, None]) * (n * C) + j * C + columns
+            tl.store(phi_share_ptr + at, shares[j], mask=share_mask)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "count",
+        "stride_output",
+        "stride_residual",
+        "stream_stride",
+        "stride_pre",
+        "stride_post",
+        "stride_mixing",
+        "stride_new",
+        "stream_stride_new",
+        "stride_block",
+        "blocks",
+    ]
+)
+def state_bwd_kernel(
+    output_ptr,
+    residual_ptr,
+    pre_ptr,
+    post_ptr,
+    mixing_ptr,
+    norm_weight_ptr,
+    g_new_ptr,
+    g_block_ptr,
+    rstd_ptr,
+    mean_ptr,
+    parts_ptr,
+    phi_ptr,
+    coefficient_ptr,
+    g_output_ptr,
+    g_residual_ptr,
+    g_pre_ptr,
+    g_post_ptr,
+    g_mixing_ptr,
+    count: tl.int64,
+    stride_output: tl.int64,
+    stride_residual: tl.int64,
+    stream_stride: tl.int64,
+    stride_pre: tl.int64,
+    stride_post: tl.int64,
+    stride_mixing: tl.int64,
+    stride_new: tl.int64,
+    stream_stride_new: tl.int64,
+    stride_block: tl.int64,
+    blocks: tl.int32,
+    n: tl.constexpr,
+    C: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ENTRY: tl.constexpr,
+    G_PARTS: tl.constexpr,
+    W_PARTS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """All columns of some tokens. ``phi_ptr``: bf16 parts of phi (None: nothing comes through the mixes)."""
+    N: tl.constexpr = n * n + 2 * n
+    NEEDS_TOTAL: tl.constexpr = (
+        g_output_ptr is not None
+        or g_residual_ptr is not None
+        or g_post_ptr is not None
+        or g_mixing_ptr is not None
+    )
+    rows = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    row_mask = rows < count
+    cols = tl.arange(0, COLUMNS)
+    dtype: tl.constexpr = residual_ptr.dtype.element_ty
+    pre = ()
+    post = ()
+    mixing = ()
+    if not ENTRY:
+        pre = load_mixes(pre_ptr, stride_pre, rows, row_mask, n)
+        post = load_mixes(post_ptr, stride_post, rows, row_mask, n)
+        mixing = load_mixes(mixing_ptr, stride_mixing, rows, row_mask, n * n)
+    if g_block_ptr is not None:
+        rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
+        mean = tl.zeros((TOKENS,), tl.float32)
+        for block in range(blocks):
+            mean += tl.load(mean_ptr + block * count + rows, mask=row_mask, other=0.0)
+        rstd = rstd[:, None]
+        mean = mean[:, None] * rstd / C
+    if NEEDS_TOTAL and phi_ptr is not None:
+        parts_at = rows[:, None] * (G_PARTS * COLUMNS) + cols[None, :]
+        g_parts = load_parts(parts_ptr, COLUMNS, parts_at, row_mask[:, None], G_PARTS)
+        coefficient = tl.load(coefficient_ptr + rows, mask=row_mask, other=0.0)[:, None]
+    output_rows = 0
+    if not ENTRY:
+        output_rows = rows[:, None] * (stride_output * ALIGN)
+    residual_rows = rows[:, None] * (stride_residual * ALIGN)
+    new_rows = rows[:, None] * (stride_new * ALIGN)
+    block_rows = rows[:, None] * (stride_block * ALIGN)
+    empty = tl.zeros((TOKENS, WIDTH // 8), tl.float32)
+    pre_sums = ()
+    post_sums = ()
+    mixing_sums = ()
+    for _ in tl.static_range(n):
+        pre_sums = pre_sums + (empty,)
+        post_sums = post_sums + (empty,)
+    for _ in tl.static_range(n * n):
+        mixing_sums = mixing_sums + (empty,)
+    for first in tl.range(0, C, WIDTH, num_stages=STAGES):
+        c = first + tl.arange(0, WIDTH)
+        columns = c[None, :]
+        mask = row_mask[:, None]
+        if C % WIDTH != 0:
+            mask = mask & (columns < C)
+        streams = load_streams(residual_ptr, stream_stride * ALIGN, residual_rows + columns, mask, n)
+        if ENTRY:
+            new = streams
+        else:
+            output = tl.load(output_ptr + output_rows + columns, mask=mask, other=0.0)
+            new = update_tile(streams, output, mixing, post, n, dtype)
+        if g_block_ptr is not None:
+            g_mixed = widen(tl.load(g_block_ptr + block_rows + columns, mask=mask, other=0.0))
+            if norm_weight_ptr is not None:
+                g_mixed = g_mixed * widen(tl.load(norm_weight_ptr + c, mask=c < C, other=0.0))[None, :]
+            if ENTRY:
+                mixed = widen(new[0])
+            else:
+                mixed = mixed_tile(new, pre, n)
+            g_mixed = rstd * (g_mixed - mixed * rstd * mean)
+            if g_pre_ptr is not None:
+                for i in tl.static_range(n):
+                    pre_sums = lane_sums(pre_sums, g_mixed * widen(new[i]), i, n)
+        if NEEDS_TOTAL:
+            totals = ()
+            for j in tl.static_range(n):
+                total = tl.zeros((TOKENS, WIDTH), tl.float32)
+                if phi_ptr is not None:
+                    w_mask = cols[:, None] < N
+                    if C % WIDTH != 0:
+                        w_mask = w_mask & (columns < C)
+                    w_at = cols[:, None] * (n * C) + j * C + columns
+                    w = load_parts(phi_ptr, N * n * C, w_at, w_mask, W_PARTS)
+                    total = add_products(g_parts, w, total, G_PARTS, W_PARTS, G_PARTS)
+                    total = total + coefficient * widen(new[j])
+                if g_block_ptr is not None:
+                    if not ENTRY:
+                        total = total + pre[j] * g_mixed
+                    elif j == 0:
+                        total = total + g_mixed
+                if g_new_ptr is not None:
+                    g_at = g_new_ptr + new_rows + j * (stream_stride_new * ALIGN) + columns
+                    total = total + widen(tl.load(g_at, mask=mask, other=0.0))
+                totals = totals + (total,)
+            if ENTRY:
+                g_x = tl.zeros((TOKENS, WIDTH), tl.float32)
+                for j in tl.static_range(n):
+                    g_x = g_x + totals[j]
+                store(g_residual_ptr + rows[:, None] * C + columns, g_x, mask)
+            else:
+                if g_residual_ptr is not None:
+                    grads = unmix_tile(totals, mixing, n)
+                    for i in tl.static_range(n):
+                        store(g_residual_ptr + (rows[:, None] * n + i) * C + columns, grads[i], mask)
+                if g_output_ptr is not None:
+                    store(g_output_ptr + rows[:, None] * C + columns, weighted_sum(totals, post, n), mask)
+                if g_post_ptr is not None:
+                    value = widen(output)
+                    for j in tl.static_range(n):
+                        post_sums = lane_sums(post_sums, totals[j] * value, j, n)
+                if g_mixing_ptr is not None:
+                    for i in tl.static_range(n):
+                        value = widen(streams[i])
+                        for j in tl.static_range(n):
+                            mixing_sums = lane_sums(mixing_sums, value * totals[j], i * n + j, n * n)
+    if g_pre_ptr is not None:
+        store_sums(g_pre_ptr, pre_sums, rows, row_mask, n)
+    if g_post_ptr is not None:
+        store_sums(g_post_ptr, post_sums, rows, row_mask, n)
+    if g_mixing_ptr is not None:
+        store_sums(g_mixing_ptr, mixing_sums, rows, row_mask, n * n)
+
+
+@triton.jit(do_not_specialize=["shares"])
+def add_mixes_shares_kernel(
+    share_ptr,
+    g_alpha_ptr,
+    g_bias_ptr,
+    shares: tl.int64,
+    n: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Gradients of alpha and bias from the shares ``[shares, 2, COLUMNS]``; None where not needed."""
+    N: tl.constexpr = n * n + 2 * n
+    cols = tl.arange(0, COLUMNS)
+    alpha = tl.zeros((ROWS, COLUMNS), tl.float32)
+    bias = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, shares, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        at = share_ptr + rows[:, None] * (2 * COLUMNS) + cols[None, :]
+        alpha += tl.load(at, mask=rows[:, None] < shares, other=0.0)
+        bias += tl.load(at + COLUMNS, mask=rows[:, None] < shares, other=0.0)
+    if g_alpha_ptr is not None:
+        terms = tl.sum(alpha, axis=0)
+        store(g_alpha_ptr, tl.sum(tl.where(cols < n, terms, 0.0)))
+        store(g_alpha_ptr + 1, tl.sum(tl.where((cols >= n) & (cols < 2 * n), terms, 0.0)))
+        store(g_alpha_ptr + 2, tl.sum(tl.where(cols >= 2 * n, terms, 0.0)))
+    if g_bias_ptr is not None:
+        store(g_bias_ptr + cols, tl.sum(bias, axis=0), mask=cols < N)
+
+
+_mixes_bwd = Launcher(mixes_bwd_kernel)
+_norm_bwd = Launcher(norm_bwd_kernel)
+_state_bwd = Launcher(state_bwd_kernel)
+_add_mixes_shares = Launcher(add_mixes_shares_kernel)
+
+
+def _zeros(inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
+    return [
+        torch.zeros(t.shape, dtype=t.dtype, device=t.device)
+        for t, need in zip(inputs, needs, strict=True)
+        if t is not None and need
+    ]
+
+
+class _Through(NamedTuple):
+    """What the mixes leave for the gradient of the new streams: bf16 parts ``[T, G_PARTS, COLUMNS]`` of that of the raw
+    projection, factors ``[T]``, and the shares of g_alpha and g_bias ``[tiles, 2, COLUMNS]``."""
+
+    parts: Tensor
+    coefficient: Tensor
+    shares: Tensor
+
+
+def _mixes_gradients(
+    grads: Sequence[Tensor | None],
+    alpha: Tensor,
+    bias: Tensor,
+    proj: Tensor,
+    u: Tensor,
+    n: int,
+    width: int,
+    dtype: torch.dtype,
+    hc_eps: float,
+    num_iters: int,
+) -> _Through | None:
+    """Step 1; None when no mix has a gradient."""
+    if all(g is None for g in grads):
+        return None
+    count, device, columns = u.numel(), u.device, tiles.columns(n)
+    mapping_tiles = triton.cdiv(count, tiles.MAPPING_TOKENS)
+    rows = [
+        (None, 0) if g is None else flatten(g, trailing, dense=True)
+        for g, trailing in zip(grads, (1, 1, 2), strict=True)
+    ]
+    logits = None
+    if grads[2] is not None:
+        logits = torch.empty(count, n * n, dtype=torch.float32, device=device)
+    parts = torch.empty(count, g_parts(dtype), columns, dtype=torch.bfloat16, device=device)
+    coefficient = torch.empty(count, dtype=torch.float32, device=device)
+    shares = torch.empty(mapping_tiles, 2, columns, dtype=torch.float32, device=device)
+    _mixes_bwd(
+        (mapping_tiles,),
+        (
+            proj,
+            u,
+            *(g for g, _ in rows),
+            alpha.contiguous(),
+            bias.contiguous(),
+            logits,
+            parts,
+            coefficient,
+            shares,
+            count,
+            *(stride for _, stride in rows),
+            hc_eps,
+        ),
+        (
+            n,
+            width,
+            columns,
+            tiles.MAPPING_TOKENS,
+            num_iters,
+            sinkhorn_heuristic(n, False).segment,
+            parts.shape[1],
+        ),
+        1,
+    )
+    return _Through(parts, coefficient, shares)
+
+
+def _site_gradients(
+    state: State,
+    streams: State,
+    n: int,
+    g_new: Tensor | None,
+    g_block: Tensor | None,
+    norm_weight: Tensor | None,
+    rstd: Tensor,
+    through: _Through | None,
+    phi: Tensor | None,
+    outs: Sequence[Tensor | None],
+    need_phi: bool,
+    need_norm_weight: bool,
+) -> list[Tensor | None]:
+    """Steps 2 and 3: fills ``outs`` (gradients of output, residual or x, pre, post and mixing), returns those of phi
+    and norm_weight.
+
+    ``streams``: where step 2 reads the new streams: as they are (no output), or as the state that makes them again.
+    """
+    count, device = rstd.numel(), rstd.device
+    width, dtype = state.residual.shape[-1], state.residual.dtype
+    chosen = tiles.heuristic(n, width)
+    needs_state = any(t is not None for t in outs)
+    g_rows, stride_block = (None, 0) if g_block is None else flatten(g_block, 1)
+    scale = None if norm_weight is None else norm_weight.contiguous()
+    parts, coefficient = (None, None) if through is None else (through.parts, through.coefficient)
+    blocks, chunks = triton.cdiv(width, chosen.norm_width), triton.cdiv(count, tiles.CHUNK)
+    need_phi = need_phi and through is not None
+    need_norm_weight = need_norm_weight and g_rows is not None
+    mean = phi_shares = weight_shares = None
+    if g_rows is not None:
+        mean = torch.empty(blocks, count, dtype=torch.float32, device=device)
+    if need_phi:
+        assert phi is not None
+        phi_shares = torch.empty(chunks, *phi.shape, dtype=torch.float32, device=device)
+    if need_norm_weight:
+        weight_shares = torch.empty(chunks, width, dtype=torch.float32, device=device)
+    if need_phi or need_norm_weight or (g_rows is not None and needs_state):
+        align = alignment(*streams.wide, stride_block, width)
+        _norm_bwd(
+            (blocks, chunks),
+            (
+                streams.output,
+                streams.residual,
+                state.pre,
+                streams.post,
+                streams.mixing,
+                scale,
+                g_rows,
+                rstd,
+                parts,
+                mean,
+                phi_shares,
+                weight_shares,
+                count,
+                *(stride // align for stride in streams.wide),
+                state.narrow[0],
+                *streams.narrow[1:],
+                stride_block // align,
+            ),
+            (
+                n,
+                width,
+                tiles.CHUNK,
+                chosen.norm_tokens,
+                chosen.norm_width,
+                tiles.columns(n),
+                streams.output is not None,
+                state.output is None,
+                g_parts(dtype),
+                PARTS[dtype],
+                align,
+                chosen.stages,
+            ),
+            chosen.norm_warps,
+            chosen.stages,
+        )
+    if needs_state:
+        stride_new = stream_stride_new = 0
+        g_new_rows = None
+        if g_new is not None:
+            g_new_rows, stride_new = flatten(g_new, 2)
+            stream_stride_new = g_new_rows.stride(-2)
+        phi_parts = None
+        if through is not None:
+            assert phi is not None
+            phi_parts = split_phi(phi, min(PARTS[phi.dtype], g_parts(dtype)))
+        wide = (*state.wide, stride_new, stream_stride_new, stride_block)
+        align = alignment(*wide, width)
+        strides = [stride // align for stride in wide]
+        _state_bwd(
+            (triton.cdiv(count, chosen.state_tokens),),
+            (
+                *state.tensors,
+                scale,
+                g_new_rows,
+                g_rows,
+                rstd,
+                mean,
+                parts,
+                phi_parts,
+                coefficient,
+                *outs,
+                count,
+                *strides[:3],
+                *state.narrow,
+                *strides[3:],
+                blocks,
+            ),
+            (
+                n,
+                width,
+                chosen.state_tokens,
+                chosen.state_width,
+                tiles.columns(n),
+                state.output is None,
+                g_parts(dtype),
+                1 if phi_parts is None else phi_parts.shape[0],
+                align,
+                chosen.stages,
+            ),
+            chosen.state_warps,
+            chosen.stages,
+        )
+    return [
+        None if shares is None or like is None else add_shares(shares, like)
+        for shares, like in ((phi_shares, phi), (weight_shares, norm_weight))
+    ]
+
+
+def _empty(inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
+    return [
+        torch.empty(t.shape, dtype=t.dtype, device=t.device) if t is not None and need else None
+        for t, need in zip(inputs, needs, strict=True)
+    ]
+
+
+def _needed(
+    found: Sequence[Tensor | None], inputs: Sequence[Tensor | None], needs: Sequence[bool]
+) -> list[Tensor]:
+    """The needed gradients in order; zeros for one that nothing reaches."""
+    return [
+        torch.zeros(t.shape, dtype=t.dtype, device=t.device) if g is None else g
+        for g, t, need in zip(found, inputs, needs, strict=True)
+        if t is not None and need
+    ]
+
+
+def _small_gradients(
+    through: _Through | None, alpha: Tensor, bias: Tensor, n: int, needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """Gradients of alpha and bias."""
+    if through is None or not any(needs):
+        return [None, None]
+    found = _empty((alpha, bias), needs)
+    _add_mixes_shares((1,), (through.shares, *found, through.shares.shape[0]), (n, tiles.columns(n), 16), 4)
+    return found
+
+
+def mega_mhc_bwd(
+    g_new_residual: Tensor | None,
+    g_pre: Tensor | None,
+    g_post: Tensor | None,
+    g_res: Tensor | None,
+    g_block_input: Tensor | None,
+    previous_output: Tensor,
+    residual: Tensor,
+    previous_pre_mix: Tensor,
+    previous_post_mix: Tensor,
+    previous_residual_mix: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor | None,
+    new_residual: Tensor,
+    proj: Tensor,
+    u: Tensor,
+    rstd: Tensor,
+    next_pre: Tensor,
+    next_post: Tensor,
+    next_res: Tensor,
+    hc_eps: float,
+    norm_eps: float,
+    num_iters: int,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    # The next mixes are saved for backends that start from them; here the raw projection gives them again.
+    state_inputs = (
+        previous_output,
+        residual,
+        previous_pre_mix,
+        previous_post_mix,
+        previous_residual_mix,
+    )
+    inputs = (*state_inputs, phi, alpha, bias, norm_weight)
+    if u.numel() == 0:
+        return _zeros(inputs, needs)
+    n, width = residual.shape[-2:]
+    state = read_state(*state_inputs)
+    new, stride_new = flatten(new_residual, 2)
+    streams = State(None, new, None, None, None, (0, stride_new, new.stride(-2)))
+    through = _mixes_gradients(
+        (g_pre, g_post, g_res), alpha, bias, proj, u, n, width, residual.dtype, hc_eps, num_iters
+    )
+    outs = _empty(state_inputs, needs[:5])
+    g_phi, g_norm_weight = _site_gradients(
+        state,
+        streams,
+        n,
+        g_new_residual,
+        g_block_input,
+        norm_weight,
+        rstd,
+        through,
+        phi,
+        outs,
+        needs[5],
+        needs[8],
+    )
+    small = _small_gradients(through, alpha, bias, n, needs[6:8])
+    return _needed((*outs, g_phi, *small, g_norm_weight), inputs, needs)
+
+
+def mega_mhc_entry_bwd(
+    g_new_residual: Tensor | None,
+    g_pre: Tensor | None,
+    g_post: Tensor | None,
+    g_res: Tensor | None,
+    g_block_input: Tensor | None,
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor | None,
+    new_residual: Tensor,
+    proj: Tensor,
+    u: Tensor,
+    rstd: Tensor,
+    next_pre: Tensor,
+    next_post: Tensor,
+    next_res: Tensor,
+    hc_eps: float,
+    norm_eps: float,
+    num_iters: int,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    inputs = (x, phi, alpha, bias, norm_weight)
+    if u.numel() == 0:
+        return _zeros(inputs, needs)
+    n, width = new_residual.shape[-2:]
+    state = read_entry(x)
+    through = _mixes_gradients(
+        (g_pre, g_post, g_res), alpha, bias, proj, u, n, width, x.dtype, hc_eps, num_iters
+    )
+    (g_x,) = _empty((x,), needs[:1])
+    g_phi, g_norm_weight = _site_gradients(
+        state,
+        state,
+        n,
+        g_new_residual,
+        g_block_input,
+        norm_weight,
+        rstd,
+        through,
+        phi,
+        (None, g_x, None, None, None),
+        needs[1],
+        needs[4],
+    )
+    small = _small_gradients(through, alpha, bias, n, needs[2:4])
+    return _needed((g_x, g_phi, *small, g_norm_weight), inputs, needs)
+
+
+def mega_mhc_exit_bwd(
+    grad: Tensor,
+    previous_output: Tensor,
+    residual: Tensor,
+    previous_pre_mix: Tensor,
+    previous_post_mix: Tensor,
+    previous_residual_mix: Tensor,
+    norm_weight: Tensor | None,
+    rstd: Tensor,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    state_inputs = (
+        previous_output,
+        residual,
+        previous_pre_mix,
+        previous_post_mix,
+        previous_residual_mix,
+    )
+    inputs = (*state_inputs, norm_weight)
+    if rstd.numel() == 0:
+        return _zeros(inputs, needs)
+    state = read_state(*state_inputs)
+    outs = _empty(state_inputs, needs[:5])
+    _, g_norm_weight = _site_gradients(
+        state,
+        state,
+        residual.shape[-2],
+        None,
+        grad,
+        norm_weight,
+        rstd,
+        None,
+        None,
+        outs,
+        False,
+        needs[5],
+    )
+    return _needed((*outs, g_norm_weight), inputs, needs)

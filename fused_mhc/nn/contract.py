@@ -85,13 +85,13 @@ class LearnedOutputContract(nn.Module):
         self.scale = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
         self.base = nn.Parameter(torch.empty(num_streams, device=device, dtype=dtype))
         self.reset_parameters()
-        mark_sequence_parallel(self)
 
     def reset_parameters(self) -> None:
         """``weight`` normal with deviation ``K**-0.5``, ``scale`` its first value, ``base`` 0 (weights 1/2)."""
         init_projection(self.weight)
         nn.init.constant_(self.scale, self.scale_init)
         nn.init.zeros_(self.base)
+        mark_sequence_parallel(self)  # again: to_empty makes new parameters
 
     def forward(self, x: Tensor) -> Tensor:
         return learned_output_contract(

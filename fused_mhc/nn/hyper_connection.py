@@ -104,7 +104,6 @@ class HyperConnection(nn.Module):
         self.alpha_pre, self.alpha_post, self.alpha_res = parameter(1), parameter(1), parameter(1)
         self.bias = parameter(size)
         self.reset_parameters()
-        mark_sequence_parallel(self)
 
     def reset_parameters(self) -> None:
         """Start near a plain residual network: ``weight`` normal with deviation ``K**-0.5``, the alphas
@@ -113,6 +112,7 @@ class HyperConnection(nn.Module):
         for alpha in (self.alpha_pre, self.alpha_post, self.alpha_res):
             nn.init.constant_(alpha, self.alpha_init)
         init_bias(self.bias, self.num_streams)
+        mark_sequence_parallel(self)  # again: to_empty makes new parameters
 
     def pre(self, x: Tensor) -> tuple[Tensor, HyperConnectionState]:
         """Streams ``[..., n, C]`` -> the sublayer's input ``[..., C]`` and the state for `post`.

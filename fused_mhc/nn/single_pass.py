@@ -95,7 +95,6 @@ class SinglePassHyperConnection(nn.Module):
         self.alpha, self.bias = parameter(3), parameter(size)
         self.register_parameter("norm_weight", parameter(hidden_size) if norm else None)
         self.reset_parameters()
-        mark_sequence_parallel(self)
 
     def reset_parameters(self) -> None:
         """Start near a plain residual network, as `HyperConnection.reset_parameters`; ``norm_weight`` is 1."""
@@ -104,6 +103,7 @@ class SinglePassHyperConnection(nn.Module):
         init_bias(self.bias, self.num_streams)
         if self.norm_weight is not None:
             nn.init.ones_(self.norm_weight)
+        mark_sequence_parallel(self)  # again: to_empty makes new parameters
 
     def forward(
         self, previous_output: Tensor, residual: Tensor, mixes: Mixes

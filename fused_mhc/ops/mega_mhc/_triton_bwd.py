@@ -183,8 +183,8 @@ def collapse_tile(streams, pre_ptr, stride_pre, rows, row_mask, n: tl.constexpr,
     ]
 )
 def norm_bwd_kernel(
-    output_ptr,
     residual_ptr,
+    output_ptr,
     pre_ptr,
     post_ptr,
     mixing_ptr,
@@ -297,8 +297,8 @@ def norm_bwd_kernel(
     ]
 )
 def state_bwd_kernel(
-    output_ptr,
     residual_ptr,
+    output_ptr,
     pre_ptr,
     post_ptr,
     mixing_ptr,
@@ -607,8 +607,8 @@ def _site_gradients(
         _norm_bwd(
             (blocks, chunks),
             (
-                streams.output,
                 streams.residual,
+                streams.output,
                 state.pre,
                 streams.post,
                 streams.mixing,
@@ -765,7 +765,7 @@ def mega_mhc_bwd(
     n, width = residual.shape[-2:]
     state = read_state(*state_inputs)
     new, stride_new = flatten(new_residual, 2)
-    streams = State(None, new, None, None, None, (0, stride_new, new.stride(-2)))
+    streams = State(new, None, None, None, None, (0, stride_new, new.stride(-2)))
     through = _mixes_gradients(
         (g_pre, g_post, g_res), alpha, bias, proj, u, n, width, residual.dtype, hc_eps, num_iters
     )

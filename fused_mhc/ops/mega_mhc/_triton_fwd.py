@@ -68,8 +68,8 @@ def split_kernel(
     ]
 )
 def site_kernel(
-    output_ptr,
     residual_ptr,
+    output_ptr,
     pre_ptr,
     post_ptr,
     mixing_ptr,
@@ -249,8 +249,8 @@ class State(NamedTuple):
     """What a site gets from the one before, as rows of tokens, with the strides in elements. At the entry ``residual``
     is x, read as n equal streams, and there is nothing else."""
 
-    output: Tensor | None
     residual: Tensor
+    output: Tensor | None
     pre: Tensor | None
     post: Tensor | None
     mixing: Tensor | None
@@ -279,13 +279,13 @@ def read_state(
     post, stride_post = flatten(previous_post_mix, 1)
     mixing, stride_mixing = flatten(previous_residual_mix, 2, dense=True)
     wide = (stride_output, stride_residual, streams.stride(-2))
-    return State(output, streams, pre, post, mixing, wide, (stride_pre, stride_post, stride_mixing))
+    return State(streams, output, pre, post, mixing, wide, (stride_pre, stride_post, stride_mixing))
 
 
 def read_entry(x: Tensor) -> State:
     """The state of `mega_mhc_entry`."""
     flat, stride = flatten(x, 1)
-    return State(None, flat, None, None, None, (0, stride, 0))
+    return State(flat, None, None, None, None, (0, stride, 0))
 
 
 def _run_site(

@@ -4,8 +4,9 @@ flattening of strided token tensors, and a launch with little host cost.
 Kernel conventions of this package:
 
 - Token counts and strides are annotated ``tl.int64`` and named in ``do_not_specialize``, so neither their size nor
-  their divisibility makes another compile. Alignment of strided rows comes in as one constexpr (`alignment`) and
-  goes into the offsets by ``tl.multiple_of``.
+  their divisibility makes another compile. The alignment of strided rows comes in as one constexpr (`alignment`);
+  the strides themselves come divided by it and are multiplied again inside, which tells the compiler that loads may
+  be wide.
 - Constexprs stand last in a kernel's signature.
 - FP contraction is off at every launch: a kernel writes ``tl.fma`` where it wants one, so the rounding is that of
   the source on every Triton version.
@@ -14,6 +15,7 @@ Kernel conventions of this package:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,16 +29,25 @@ __all__ = [
     "INTERPRETING",
     "Launcher",
     "alignment",
+    "block_sums",
     "cast",
     "dot_bf16",
     "flatten",
+    "lane_sum",
+    "load_columns",
+    "load_scalars",
+    "load_streams",
+    "reciprocal",
     "sigmoid",
     "store",
+    "store_columns",
     "widen",
 ]
 
 #: True when kernels run in Triton's interpreter; Triton too decides that once, when a kernel is defined.
 INTERPRETING = tl.constexpr(env.interpreting())
+#: PTX may be written by hand: compiled, and not for AMD.
+FAST_RECIPROCAL = tl.constexpr(not env.interpreting() and torch.version.hip is None)
 #: A string default of a device function must be a constexpr (Triton 3.6).
 NO_POLICY = tl.constexpr("")
 
@@ -86,36 +97,124 @@ def dot_bf16(a, b, acc):
 
 
 @triton.jit
+def reciprocal(x):
+    """``1/x`` within 1 ulp for normal ``x`` below 2^126 (NVIDIA: one instruction; ``1.0 / x`` is five)."""
+    if FAST_RECIPROCAL:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        return 1.0 / x
+
+
+@triton.jit
 def sigmoid(x):
     """``1/(1+exp(-x))`` in fp32: no overflow on either side, relative accuracy in both tails."""
     return 1.0 / (1.0 + tl.exp(-x))
 
 
-def flatten(t: Tensor, trailing: int) -> tuple[Tensor, int]:
+@triton.jit
+def load_scalars(pointer, COUNT: tl.constexpr):
+    """COUNT contiguous numbers as a tuple of fp32 scalars."""
+    values = ()
+    for k in tl.static_range(COUNT):
+        values = values + (widen(tl.load(pointer + k)),)
+    return values
+
+
+@triton.jit
+def load_columns(pointer, columns, C: tl.constexpr, FULL: tl.constexpr):
+    """The elements ``columns`` of a row of C, in its own dtype; 0 past the end. FULL: none is past the end."""
+    if FULL:
+        return tl.load(pointer + columns)
+    else:
+        return tl.load(pointer + columns, mask=columns < C, other=0.0)
+
+
+@triton.jit
+def load_streams(row, stream_stride, columns, n: tl.constexpr, C: tl.constexpr, FULL: tl.constexpr):
+    """The same columns of the n streams of a token, each in the tensor's dtype."""
+    streams = ()
+    for i in tl.static_range(n):
+        streams = streams + (load_columns(row + i * stream_stride, columns, C, FULL),)
+    return streams
+
+
+@triton.jit
+def store_columns(pointer, columns, value, C: tl.constexpr, FULL: tl.constexpr):
+    """Write fp32 ``value`` to the elements ``columns`` of a row of C, in its dtype; none past the end."""
+    if FULL:
+        store(pointer + columns, value)
+    else:
+        store(pointer + columns, value, columns < C)
+
+
+@triton.jit
+def lane_sum(v, VECTOR: tl.constexpr):
+    """Sums of VECTOR neighbours: what one lane has loaded, so no lane waits for another."""
+    return tl.sum(tl.reshape(v, (v.shape[0] // VECTOR, VECTOR)), 1)
+
+
+@triton.jit
+def _add_2(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def _add_4(a0, a1, a2, a3, b0, b1, b2, b3):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+
+
+@triton.jit
+def block_sums(vectors, COUNT: tl.constexpr):
+    """The sum of each of COUNT vectors over the whole program, up to four behind one barrier."""
+    sums = ()
+    if INTERPRETING:  # which walks a custom combination element by element
+        for k in tl.static_range(COUNT):
+            sums = sums + (tl.sum(vectors[k], 0),)
+    else:
+        for k in tl.static_range(0, COUNT - 3, 4):
+            sums = sums + tl.reduce(vectors[k : k + 4], 0, _add_4)
+        for k in tl.static_range(COUNT - COUNT % 4, COUNT - 1, 2):
+            sums = sums + tl.reduce(vectors[k : k + 2], 0, _add_2)
+        if COUNT % 2 == 1:
+            sums = sums + (tl.sum(vectors[COUNT - 1], 0),)
+    return sums
+
+
+def flatten(t: Tensor, trailing: int, dense: bool = False) -> tuple[Tensor, int]:
     """``t`` as rows of its last ``trailing`` dimensions, without a copy where one stride describes the rows.
 
+    Args:
+        t: any strides.
+        trailing: dimensions that make up a row.
+        dense: a row must be contiguous as a whole, not only along its last dimension.
+
     Returns:
-        The tensor to read (``t`` itself, or a contiguous copy when no single stride steps through the leading
-        dimensions or the last dimension is not dense) and the stride, in elements, from one row to the next.
+        The tensor to read (``t`` itself, or a contiguous copy where the strides are not as asked) and the stride, in
+        elements, from one row to the next.
     """
     shape = t.shape
     lead = len(shape) - trailing
     if t.is_contiguous():
         return t, math.prod(shape[lead:])
     strides = t.stride()
-    if strides[-1] == 1 or shape[-1] == 1:
-        step = extent = None
-        for size, stride in zip(reversed(shape[:lead]), reversed(strides[:lead]), strict=True):
-            if size == 1:
-                continue
-            if step is None:
-                step = stride
-            elif stride != extent:
-                break
-            extent = stride * size
-        else:
-            return t, step or 0
+    if _steps_evenly(shape[lead:] if dense else shape[-1:], strides[lead:] if dense else strides[-1:], 1):
+        step = next(
+            (s for size, s in zip(reversed(shape[:lead]), reversed(strides[:lead]), strict=True) if size > 1),
+            0,
+        )
+        if _steps_evenly(shape[:lead], strides[:lead], step):
+            return t, step
     return t.contiguous(), math.prod(shape[lead:])
+
+
+def _steps_evenly(shape: Sequence[int], strides: Sequence[int], step: int) -> bool:
+    """Walking these dimensions in order moves by ``step`` elements each time."""
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size > 1:
+            if stride != step:
+                return False
+            step *= size
+    return True
 
 
 def alignment(*elements: int) -> int:

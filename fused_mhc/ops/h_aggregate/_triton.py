@@ -1,0 +1,192 @@
+"""Weighted sum of the streams in Triton: every stream is read once, in both directions.
+
+The forward is elementwise along C, so its tiles are free. In the backward one program owns a token and finishes its
+dot products itself: lanes sum what they load, group by group in order, and the lanes' sums meet once at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._triton_common import (
+    Launcher,
+    alignment,
+    block_sums,
+    flatten,
+    lane_sum,
+    load_columns,
+    load_scalars,
+    load_streams,
+    store_columns,
+    widen,
+)
+from .config import bwd_heuristic, fwd_heuristic
+
+__all__ = ["aggregate_bwd_tile", "aggregate_tile", "h_aggregate_bwd", "h_aggregate_fwd"]
+
+
+@triton.jit
+def aggregate_tile(streams, weights, n: tl.constexpr):
+    """``sum_i weights[i]*streams[i]``, first stream to last, in fp32."""
+    total = weights[0] * widen(streams[0])
+    for i in tl.static_range(1, n):
+        total = total + weights[i] * widen(streams[i])
+    return total
+
+
+@triton.jit
+def aggregate_bwd_tile(
+    grad,
+    streams,
+    weights,
+    dots,
+    g_x_row,
+    columns,
+    n: tl.constexpr,
+    C: tl.constexpr,
+    FULL: tl.constexpr,
+    VECTOR: tl.constexpr,
+    WRITE: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """One group of columns: writes ``g_x[i] = weights[i]*grad`` and adds ``<grad, streams[i]>`` to the lanes' dots."""
+    g = widen(grad)
+    sums = ()
+    for i in tl.static_range(n):
+        if WRITE:
+            store_columns(g_x_row + i * C, columns, weights[i] * g, C, FULL)
+        if DOT:
+            sums = sums + (dots[i] + lane_sum(g * widen(streams[i]), VECTOR),)
+    return sums
+
+
+@triton.jit(do_not_specialize=["x_stride", "x_stream_stride", "h_stride"])
+def h_aggregate_fwd_kernel(
+    x_ptr,
+    h_ptr,
+    out_ptr,
+    x_stride: tl.int64,
+    x_stream_stride: tl.int64,
+    h_stride: tl.int64,
+    n: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    FULL: tl.constexpr = C % BLOCK == 0
+    weights = load_scalars(h_ptr + token * h_stride, n)
+    row = x_ptr + token * (x_stride * ALIGN)
+    streams = load_streams(row, x_stream_stride * ALIGN, columns, n, C, FULL)
+    store_columns(out_ptr + token * C, columns, aggregate_tile(streams, weights, n), C, FULL)
+
+
+@triton.jit(do_not_specialize=["grad_stride", "x_stride", "x_stream_stride", "h_stride"])
+def h_aggregate_bwd_kernel(
+    grad_ptr,
+    x_ptr,
+    h_ptr,
+    g_x_ptr,
+    g_h_ptr,
+    grad_stride: tl.int64,
+    x_stride: tl.int64,
+    x_stream_stride: tl.int64,
+    h_stride: tl.int64,
+    n: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    WRITE: tl.constexpr = g_x_ptr is not None
+    DOT: tl.constexpr = g_h_ptr is not None
+    FULL: tl.constexpr = C % (BLOCK * GROUP) == 0
+    token = tl.program_id(0).to(tl.int64)
+    grad_row = grad_ptr + token * (grad_stride * ALIGN)
+    x_row = x_ptr + token * (x_stride * ALIGN)
+    weights = load_scalars(h_ptr + token * h_stride, n)
+    dots = ()
+    for i in tl.static_range(n):
+        dots = dots + (tl.zeros((BLOCK // VECTOR,), tl.float32),)
+    for start in range(0, C, BLOCK * GROUP):
+        grads = ()
+        streams = ()
+        for k in tl.static_range(GROUP):
+            columns = start + k * BLOCK + tl.arange(0, BLOCK)
+            grads = grads + (load_columns(grad_row, columns, C, FULL),)
+            if DOT:
+                streams = streams + load_streams(x_row, x_stream_stride * ALIGN, columns, n, C, FULL)
+        for k in tl.static_range(GROUP):
+            sums = aggregate_bwd_tile(
+                grads[k],
+                streams[k * n : k * n + n],
+                weights,
+                dots,
+                g_x_ptr + token * (n * C) if WRITE else None,
+                start + k * BLOCK + tl.arange(0, BLOCK),
+                n,
+                C,
+                FULL,
+                VECTOR,
+                WRITE,
+                DOT,
+            )
+            if DOT:
+                dots = sums
+    if DOT:
+        totals = block_sums(dots, n)
+        for i in tl.static_range(n):
+            store_columns(g_h_ptr + token * n, i, totals[i], n, True)
+
+
+_fwd = Launcher(h_aggregate_fwd_kernel)
+_bwd = Launcher(h_aggregate_bwd_kernel)
+
+
+def h_aggregate_fwd(x: Tensor, h_pre: Tensor) -> Tensor:
+    *lead, n, width = x.shape
+    out = torch.empty((*lead, width), dtype=x.dtype, device=x.device)
+    count = h_pre.numel() // n
+    if count == 0:
+        return out
+    x, x_stride = flatten(x, 2)
+    h_pre, h_stride = flatten(h_pre, 1)
+    x_stream_stride = x.stride(-2)
+    config = fwd_heuristic(width, x.element_size())
+    align = alignment(width, x_stride, x_stream_stride)
+    _fwd(
+        (count, triton.cdiv(width, config.block)),
+        (x, h_pre, out, x_stride // align, x_stream_stride // align, h_stride),
+        (n, width, config.block, align),
+        config.num_warps,
+    )
+    return out
+
+
+def h_aggregate_bwd(grad: Tensor, x: Tensor, h_pre: Tensor, needs: Sequence[bool]) -> list[Tensor]:
+    n, width = x.shape[-2:]
+    g_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs[0] else None
+    g_h = torch.empty(h_pre.shape, dtype=h_pre.dtype, device=x.device) if needs[1] else None
+    count = h_pre.numel() // n
+    if count:
+        grad, grad_stride = flatten(grad, 1)
+        x, x_stride = flatten(x, 2)
+        h_pre, h_stride = flatten(h_pre, 1)
+        x_stream_stride = x.stride(-2)
+        config = bwd_heuristic(n, width, x.element_size())
+        align = alignment(width, grad_stride, x_stride, x_stream_stride)
+        strides = (grad_stride // align, x_stride // align, x_stream_stride // align, h_stride)
+        _bwd(
+            (count,),
+            (grad, x, h_pre, g_x, g_h, *strides),
+            (n, width, config.block, config.group, 16 // x.element_size(), align),
+            config.num_warps,
+        )
+    return [g for g in (g_x, g_h) if g is not None]

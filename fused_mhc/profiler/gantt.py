@@ -21,6 +21,7 @@ def draw_gantt(launch: Launch, path: str | Path) -> None:
     try:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
+        from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise BackendError(
             "draw_gantt: expected matplotlib (pip install 'fused-mhc[report]'), got none"
@@ -42,13 +43,8 @@ def draw_gantt(launch: Launch, path: str | Path) -> None:
     idle = ", ".join(f"{role} {share:.0%}" for role, share in launch.idle_share().items())
     axes.set_title(f"{launch.kernel_name} {launch.direction}: {launch.span_ns / 1e3:.0f} us, idle {idle}")
     handles = [Patch(color=f"C{index}", label=name) for index, name in enumerate(names)]
-    axes.legend(
-        handles=handles,
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.12),
-        ncols=min(len(names), 5),
-        frameon=False,
-    )
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(names), 5), frameon=False)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     roles = np.flatnonzero(
         [a != b for a, b in zip(launch.worker_roles, launch.worker_roles[1:], strict=False)]
     )

@@ -138,6 +138,7 @@ class _Run:
         self.remaining = self.program.triggers.tolist()
         self.types = tasks["task_type"].tolist()
         self.left = self.program.task_count
+        self.done = bytearray(self.left)
         self.running: dict[int, int] = {}
         self.waiting: dict[int, int] = {}
         self.progress = time.monotonic()
@@ -160,6 +161,7 @@ class _Run:
                     self.waiters.setdefault(event, []).append(task)
             self.random = random.Random(executor.seed)
             self.pick = self._pick_from_pool
+        self.inner_threads = torch.get_num_threads()
         self.capacity = capacity
         self.records: list[list[tuple[int, ...]]] = [[] for _ in range(workers)]
         self.dropped = 0
@@ -190,6 +192,8 @@ class _Run:
 
     def _work(self, worker: int) -> None:
         try:
+            # A new thread starts with another number of inner threads, and products change bits with it.
+            torch.set_num_threads(self.inner_threads)
             with torch.no_grad():
                 self._walk(worker)
         except Exception as error:  # noqa: BLE001 - handed to the caller's thread, which raises it
@@ -267,6 +271,7 @@ class _Run:
         event = self.triggers[task]
         self.remaining[event] -= 1
         self.left -= 1
+        self.done[task] = 1
         self.progress = time.monotonic()
         if self.remaining[event] == 0:
             if self.executor.order != "in_order":
@@ -281,16 +286,22 @@ class _Run:
         if self.running:
             worker, task = min(self.running.items())
             return f"worker {worker} computes {self.program.describe_task(task)}"
-        worker, task = min(self.waiting.items(), default=(0, -1))
-        if task < 0:
-            blocked = (
-                t for t, e in enumerate(self.depends) if e != EVENT_INVALID_ID and self.remaining[e] > 0
-            )
-            task = next(blocked, 0)
+        open_tasks = [task for task, ran in enumerate(self.done) if not ran]
+        waiting = {task: worker for worker, task in self.waiting.items() if task >= 0}
+        task = min(waiting, default=open_tasks[0])
+        for _ in range(self.program.event_count):  # back to the event that holds up the others
+            event = self.depends[task]
+            behind = [t for t in open_tasks if self.triggers[t] == event]
+            if not behind or event == EVENT_INVALID_ID or self.remaining[event] <= 0:
+                break
+            task = behind[0]
         event = self.depends[task]
+        who = f"worker {waiting[task]}: " if task in waiting else ""
+        if event == EVENT_INVALID_ID or self.remaining[event] <= 0:
+            return f"{who}{self.program.describe_task(task)} could run but stands behind a task that waits for it"
         total = int(self.program.triggers[event])
         return (
-            f"worker {worker}: {self.program.describe_task(task)} waits for {self.program.describe_event(event)}, "
+            f"{who}{self.program.describe_task(task)} waits for {self.program.describe_event(event)}, "
             f"which has {total - self.remaining[event]} of {total} triggers"
         )
 

@@ -123,10 +123,11 @@ def _run(
     settings: Sequence[Any],
 ) -> dict[str, Tensor]:
     """Run one direction; ``shape`` is (T, C, n), ``outputs`` are wanted, in these dtypes."""
-    dtypes = {name: tensor.dtype for name, tensor in inputs.items() if tensor is not None} | outputs
+    given = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+    dtypes = {name: tensor.dtype for name, tensor in given.items()} | outputs
     named = tuple(sorted((name, torch_dtype_name(kind)) for name, kind in dtypes.items()))
     executor = _executor(direction, *shape, torch_dtype_name(stream), torch_dtype_name(dtype), named)
-    return executor.run(inputs, settings=Settings(*settings), wanted=outputs.keys())
+    return executor.run(given, settings=Settings(*settings), wanted=outputs.keys())
 
 
 def _forward(

@@ -20,14 +20,14 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from fused_mhc.errors import InputError
+from fused_mhc import InputError, backend_status
 from fused_mhc.integrations.transformers import (
     apply_fused_mhc_to_deepseek_v4,
     undo_fused_mhc_to_deepseek_v4,
 )
 from fused_mhc.testing.bench import run_bench
 from fused_mhc.testing.byte_counts import fewest_bytes
-from fused_mhc.testing.timing import measure
+from fused_mhc.testing.timing import copy_bandwidth, measure
 
 RESULTS = Path(__file__).parent / "results"
 LAYERS = 4
@@ -137,13 +137,15 @@ def main(
     if not commit:
         asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
         commit = asked.stdout.strip() or "unknown"
-    report = run_bench([], [], device=where, commit=commit).to_dict()
+    bandwidth = copy_bandwidth(where, 1 << (20 if tiny else 30))
+    report = run_bench([], [], device=where, commit=commit, copy_gbps=bandwidth).to_dict()
     report["transformers"] = importlib.metadata.version("transformers")
     model = build("tiny" if tiny else "full", where)
     ids = torch.randint(1, model.config.vocab_size, (batch, length), device=where)
     report["rows"] = list(rows(model, ids, "transformers", repeats))
     apply_fused_mhc_to_deepseek_v4(model, backend=backend)
-    report["rows"] += rows(model, ids, backend, repeats)
+    chosen = next(row.chosen for row in backend_status(backend, where) if row.op == "mhc_pre")
+    report["rows"] += rows(model, ids, chosen, repeats)
     undo_fused_mhc_to_deepseek_v4(model)
     for row in report["rows"]:
         peak = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / 2**30:.2f} GiB"

@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ... import HyperConnection, SinglePassHyperConnection, input_expand, mega_mhc_exit, output_contract
+from ...nn import HyperConnection, SinglePassHyperConnection
+from ...ops.contract import input_expand, output_contract
+from ...ops.mega_mhc import mega_mhc_exit
 
 __all__ = ["HEAD_SIZE", "MODELS", "ByteModel", "build"]
 

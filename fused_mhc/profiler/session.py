@@ -26,8 +26,9 @@ Schedule = Callable[[int], Action]
 
 
 def schedule(*, wait: int, warmup: int, active: int, repeat: int = 0) -> Schedule:
-    """Step number -> action, as ``torch.profiler.schedule``: cycles of ``wait`` steps without recording, ``warmup``
-    steps that record and throw away, ``active`` steps that record; ``repeat`` cycles, or without end for 0.
+    """Step number -> action, as ``torch.profiler.schedule``: cycles of ``wait`` steps without recording,
+    ``warmup`` steps that record and throw away, ``active`` steps that record; ``repeat`` cycles, or without
+    end for 0.
 
     Raises:
         InputError: a count is negative, or ``active`` is not positive.
@@ -60,11 +61,11 @@ class profile:  # noqa: N801 - a context manager named as torch.profiler's
     Args:
         schedule: see :func:`schedule`; None records every step.
         capacity: records kept for each worker of a launch; further ones are counted as dropped.
-        on_trace_ready: called with the profile at the end of each cycle (and of the block, if records are left);
-            afterwards ``launches`` starts anew.
+        on_trace_ready: called with the profile at the end of each cycle (and of the block, if records are
+            left); afterwards ``launches`` starts anew.
 
-    ``step()`` ends a step. ``launches`` holds what was recorded. Blocks do not nest: entering a second one raises
-    :class:`~fused_mhc.errors.ScheduleError`.
+    ``step()`` ends a step. ``launches`` holds what was recorded. Blocks do not nest: entering a second one
+    raises :class:`~fused_mhc.errors.ScheduleError`.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ _session_lock = threading.Lock()
 
 
 def current() -> profile | None:
-    """The open profile if the present step records, else None: all that an executor asks when profiling is off."""
+    """The open profile if the present step records, else None: all that an executor asks when profiling is
+    off."""
     session = _session
     return None if session is None or session.action is Action.NONE else session

@@ -25,8 +25,8 @@ _SPAN_SLACK = 1.05
 def chrome_trace(launches: Sequence[Launch], *, flows: bool = True) -> dict[str, Any]:
     """The launches as a Chrome trace document, one process a launch, one thread a worker.
 
-    A task's work is a slice named after its stage; waits and triggers are slices named after their events. With
-    ``flows`` an arrow leads from the task that fires an event to each task that waits for it.
+    A task's work is a slice named after its stage; waits and triggers are slices named after their events.
+    With ``flows`` an arrow leads from the task that fires an event to each task that waits for it.
     """
     events: list[dict[str, Any]] = []
     for number, launch in enumerate(launches):
@@ -41,8 +41,8 @@ def export_chrome_trace(path: str | Path, launches: Sequence[Launch], *, flows: 
 
 @dataclass(frozen=True)
 class Merge:
-    """A merged trace and what did not fit: launches without a kernel, kernels without a launch, launches longer than
-    their kernel (left out of the trace)."""
+    """A merged trace and what did not fit: launches without a kernel, kernels without a launch, launches
+    longer than their kernel (left out of the trace)."""
 
     trace: dict[str, Any]
     placed: int
@@ -54,8 +54,8 @@ def merge_torch_trace(
 ) -> Merge:
     """Put launches inside the kernels of a ``torch.profiler`` trace.
 
-    The k-th launch of a name goes to the k-th slice of the trace whose name contains that name (a kernel if there is
-    one of that name, else any other range), its first record at the start of that slice.
+    The k-th launch of a name goes to the k-th slice of the trace whose name contains that name (a kernel if
+    there is one of that name, else any other range), its first record at the start of that slice.
 
     Args:
         trace: the document, or the file that ``export_chrome_trace`` of torch wrote.
@@ -144,7 +144,8 @@ def _launch_events(launch: Launch, process: int, origin_us: float, flows: bool) 
 
 
 def _flows(launch: Launch, process: int, at: Any) -> Iterable[dict[str, Any]]:
-    """An arrow from the work that fired an event (its last producer) to the work of each task that waited for it."""
+    """An arrow from the work that fired an event (its last producer) to the work of each task that waited
+    for it."""
     work = launch.records[launch.records["kind"] == COMPUTE]
     released = launch.records[launch.records["kind"] == TRIGGER]
     ends = dict(zip(work["task"].tolist(), work["end"].tolist(), strict=True))
@@ -164,6 +165,7 @@ def _flows(launch: Launch, process: int, at: Any) -> Iterable[dict[str, Any]]:
         name = launch.event_name(int(launch.depends[task]))
         common = {"cat": "event", "name": name, "id": f"{process}-{number}", "pid": process}
         head, tail = place[source], place[task]
-        # The arrow binds to the slice that encloses its time, so it leaves inside the work, at its last moment.
+        # The arrow binds to the slice that encloses its time, so it leaves inside the work, at its last
+        # moment.
         yield {**common, "ph": "s", "tid": int(head["worker"]), "ts": at(int(head["end"]))}
         yield {**common, "ph": "f", "bp": "e", "tid": int(tail["worker"]), "ts": at(int(tail["start"]))}

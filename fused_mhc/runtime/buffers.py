@@ -34,9 +34,9 @@ def allocate(
 ) -> dict[str, Tensor | None]:
     """A tensor for every buffer, by name.
 
-    Inputs are bound as they are (None: absent, as a gradient nobody has). Outputs that are not ``wanted`` stay None,
-    and so do partial sums whose result is not wanted. All that is allocated starts as NaN, so that a dependency that
-    is missing shows.
+    Inputs are bound as they are (None: absent, as a gradient nobody has). Outputs that are not ``wanted``
+    stay None, and so do partial sums whose result is not wanted. All that is allocated starts as NaN, so
+    that a dependency that is missing shows.
 
     Raises:
         InputError: an input has another shape or dtype than the Program says, or a name is unknown.

@@ -31,16 +31,17 @@ _ORDERS = ("in_order", "random", "adversarial")
 class CpuExecutor:
     """Runs a Program on CPU tensors with native's tile functions.
 
-    Results are the same bits for every order and number of threads: tasks write what only they write, partial sums
-    are kept for each tile, and the epilogue adds them in tile order.
+    Results are the same bits for every order and number of threads: tasks write what only they write,
+    partial sums are kept for each tile, and the epilogue adds them in tile order.
 
     Args:
         program: what to run.
-        order: ``"in_order"``: each worker walks its queue, as a device does. ``"random"``: any task whose event has
-            fired, drawn by ``seed``. ``"adversarial"``: of those always the one that comes last in the table.
+        order: ``"in_order"``: each worker walks its queue, as a device does. ``"random"``: any task whose
+            event has fired, drawn by ``seed``. ``"adversarial"``: of those always the one that comes last in
+            the table.
         seed: for ``"random"``; with one thread it fixes the order.
-        threads: workers. In order: 1 is a mixed worker; more are split into the roles as the Program's workers
-            are, or are mixed as they are; default 2. Otherwise default 1.
+        threads: workers. In order: 1 is a mixed worker; more are split into the roles as the Program's
+            workers are, or are mixed as they are; default 2. Otherwise default 1.
         timeout: seconds without any progress after which the run is given up.
         check: prove the Program first; False is for tests that need a broken one.
 
@@ -88,7 +89,8 @@ class CpuExecutor:
         """Run the Program once.
 
         Args:
-            inputs: its input buffers by name, in their shapes and dtypes (any strides); None or left out: absent.
+            inputs: its input buffers by name, in their shapes and dtypes (any strides); None or left out:
+                absent.
             settings: scalars of the call.
             wanted: outputs and results to make; None for all.
 
@@ -102,7 +104,8 @@ class CpuExecutor:
         device = torch.device("cpu")
         memory = allocate(self.program, inputs, wanted, device)
         session = profiler.current()
-        # Switches of the whole process: set here once, so that the threads' own settings find them as they leave them.
+        # Switches of the whole process: set here once, so that the threads' own settings find them as they
+        # leave them.
         with torch.no_grad(), exact_matmul():
             state = TileState(self.program, memory, settings or Settings())
             run = _Run(self, state, None if session is None else session.capacity)

@@ -1,4 +1,5 @@
-"""The hosts ``dispatch`` takes for ``schedule="mega"``: the arguments of a backend's own host, run as a Program."""
+"""The hosts ``dispatch`` takes for ``schedule="mega"``: the arguments of a backend's own host, run as a
+Program."""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ def _executor(
 
 
 def _flat(name: str, tensor: Tensor | None) -> Tensor | None:
-    """The tensor as its buffer: leading dimensions flattened, the single column of a per-token scalar dropped."""
+    """The tensor as its buffer: leading dimensions flattened, the single column of a per-token scalar
+    dropped."""
     if tensor is None or name in _SITE:
         return tensor
     if name in ("u", "mixed_rstd"):

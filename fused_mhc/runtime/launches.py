@@ -48,7 +48,7 @@ def note_launch(
 
 
 def last_launch(direction: str | None = None) -> LaunchRecord | None:
-    """The record of the last Program run in this process, of either direction or of the given one; None if there
-    was none."""
+    """The record of the last Program run in this process, of either direction or of the given one; None if
+    there was none."""
     with _LOCK:
         return _LAST.get(direction)

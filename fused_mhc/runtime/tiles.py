@@ -1,7 +1,7 @@
 """The work of every task type in torch: native's tile functions on the buffers of a Program.
 
-A body reads and writes exactly what the stage table says. An input that is None is absent: gradients nobody has,
-and at the first site of a chain (``entry``) the output and mixes of a site before.
+A body reads and writes exactly what the stage table says. An input that is None is absent: gradients nobody
+has, and at the first site of a chain (``entry``) the output and mixes of a site before.
 """
 
 from __future__ import annotations

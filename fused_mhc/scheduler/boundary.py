@@ -16,7 +16,8 @@ __all__ = ["MAX_STREAMS", "boundary_buffers", "check_sizes", "stage_list", "task
 #: Streams a Program may have.
 MAX_STREAMS = 8
 
-# name, shape, "stream" (dtype of the residual) or "compute", role; shapes in the symbols of `boundary_buffers`.
+# name, shape, "stream" (dtype of the residual) or "compute", role; shapes in the symbols of
+# `boundary_buffers`.
 _FORWARD = """
 previous_output T,C stream input | residual T,n,C stream input | previous_pre_mix T,n compute input
 previous_post_mix T,n compute input | previous_residual_mix T,n,n compute input | phi N,K compute input
@@ -40,8 +41,8 @@ g_phi N,K compute result | g_alpha 3 compute result | g_bias N compute result | 
 
 
 def check_sizes(direction: str, sizes: Mapping[str, int | None]) -> None:
-    """Refuse a direction that does not exist, a size that is not a positive integer (None: not given), or too many
-    streams."""
+    """Refuse a direction that does not exist, a size that is not a positive integer (None: not given), or
+    too many streams."""
     if direction not in ("forward", "backward"):
         raise InputError(f"direction: expected 'forward' or 'backward', got {direction!r}")
     for name, value in sizes.items():
@@ -71,8 +72,8 @@ def boundary_buffers(
 
     The buffers named in ``sliced`` are owned in ``parts`` slices of C.
 
-    ``T`` tokens, ``C`` hidden size, ``n`` streams, ``K = n*C``, ``N = n*n + 2*n``, and ``symbols``. ``dtypes`` names
-    the dtype of single buffers where it is neither the streams' nor the compute dtype.
+    ``T`` tokens, ``C`` hidden size, ``n`` streams, ``K = n*C``, ``N = n*n + 2*n``, and ``symbols``.
+    ``dtypes`` names the dtype of single buffers where it is neither the streams' nor the compute dtype.
     """
     sizes = {
         "T": token_count,
@@ -125,7 +126,8 @@ def stage_list(graph: ComputeGraph, config: RuntimeConfigC) -> tuple[Stage, ...]
 def task_rows(
     stage: Stage, rows: int, token_count: int, parts: int = 1
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Task ids of a stage, and the first token and the token after the last of each (``parts`` tasks a tile)."""
+    """Task ids of a stage, and the first token and the token after the last of each (``parts`` tasks a
+    tile)."""
     index = np.arange(stage.task_count)
     start = index // parts * rows
     return stage.first_task + index, start, np.minimum(start + rows, token_count)

@@ -1,7 +1,7 @@
 """Event numbers and limits shared by every table.
 
-An event is a counter. It fires when as many tasks have triggered it as its trigger count says; each task waits
-for at most one event and triggers exactly one.
+An event is a counter. It fires when as many tasks have triggered it as its trigger count says; each task
+waits for at most one event and triggers exactly one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ __all__ = [
     "MIN_EVENT_CAPACITY",
 ]
 
-#: Counters kept free after the last event of the backward graph, so that its reset never shares a line with it.
+#: Counters kept free after the last event of the backward graph, so that its reset never shares a line with
+#: it.
 ATOMIC_ADD_VALUE_LEN = 8
 #: What the two fixed graphs may use; every device table holds at least this many events.
 MIN_EVENT_CAPACITY = 1024

@@ -73,7 +73,8 @@ class OperatorNode:
 
 
 class ComputeGraph:
-    """A directed acyclic graph of operators. :meth:`add_op` and :meth:`add_edge` return the graph, so calls chain."""
+    """A directed acyclic graph of operators. :meth:`add_op` and :meth:`add_edge` return the graph, so calls
+    chain."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, OperatorNode] = {}
@@ -86,7 +87,8 @@ class ComputeGraph:
         return self
 
     def add_edge(self, src: OperatorNode | str, dst: OperatorNode | str) -> ComputeGraph:
-        """Let ``dst`` follow ``src`` (operators of this graph, or their names); a second call changes nothing."""
+        """Let ``dst`` follow ``src`` (operators of this graph, or their names); a second call changes
+        nothing."""
         source, target = self._resolve("src", src), self._resolve("dst", dst)
         if target not in source.successors:
             source.successors.append(target)
@@ -100,8 +102,8 @@ class ComputeGraph:
     def topological_sort(self) -> list[OperatorNode]:
         """Operators in an order in which each follows what it needs.
 
-        Kahn's algorithm with a FIFO: roots in insertion order, then operators as they become ready, successors in
-        the order their edges were added.
+        Kahn's algorithm with a FIFO: roots in insertion order, then operators as they become ready,
+        successors in the order their edges were added.
 
         Raises:
             InputError: the graph has a cycle.
@@ -124,9 +126,9 @@ class ComputeGraph:
     def propagate_splits(self, topology: TaskSplitValue) -> None:
         """Fill in every ``task_num``, ``split_dim`` and ``split_num``.
 
-        A source gets ``task_num_fn(topology)`` tasks. Any other operator does if every input its ``split_spec``
-        names already carries the named split, else one task. The outputs of a split operator carry its
-        ``split_output_dims``.
+        A source gets ``task_num_fn(topology)`` tasks. Any other operator does if every input its
+        ``split_spec`` names already carries the named split, else one task. The outputs of a split operator
+        carry its ``split_output_dims``.
         """
         order = self.topological_sort()
         for op in order:

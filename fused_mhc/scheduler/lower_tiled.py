@@ -37,11 +37,14 @@ def lower_tiled_mhc(
     dtypes: Mapping[str, str] | None = None,
     has_norm_weight: bool = True,
 ) -> Program:
-    """Lower one of our own graphs for the same boundary as :func:`lower_mega_mhc`; the further arguments are its.
+    """Lower one of our own graphs for the same boundary as :func:`lower_mega_mhc`; the further arguments are
+    its.
 
     Args:
-        token_tile: 8, 16 or 32 tokens; None for 8 forward, 32 backward. Doubles until the tables hold the graph.
-        group_rows: tokens of a macro-tile (forward, default 64) or of a chunk of g_phi (backward, default 256).
+        token_tile: 8, 16 or 32 tokens; None for 8 forward, 32 backward. Doubles until the tables hold the
+            graph.
+        group_rows: tokens of a macro-tile (forward, default 64) or of a chunk of g_phi (backward, default
+            256).
         parts: slices of phi's columns (forward, default 4) or of C (backward, default 8), at the most.
         wave_rows: tokens of a wave of the vector queue; None for about one task a worker.
 
@@ -96,7 +99,8 @@ def _forward(tiling: tiled.TiledTiling, hidden_size: int, workers: Workers, wave
     graph, topology = tiled.build_tiled_graph(tiling, hidden_size)
     config = build_runtime_config(graph, topology, num_cube_cores=workers.cube)
     wave = _wave_rows(wave_rows, tiling.token_tile, 1, workers)
-    # A mapping task stays two waves behind the last post task of its macro-tile: its projection runs in between.
+    # A mapping task stays two waves behind the last post task of its macro-tile: its projection runs in
+    # between.
     lag = ceil_div(tiling.macro_tile, wave) + 2
     order_queue(
         config,
@@ -175,7 +179,8 @@ def _backward(
     graph, topology = tiled_grad.build_tiled_grad_graph(tiling, hidden_size)
     config = build_runtime_config(graph, topology, num_cube_cores=workers.cube)
     wave = _wave_rows(wave_rows, tiling.token_tile, tiling.parts, workers)
-    # Mapping tasks are few and slow, so they run two waves ahead; the mixes' gradients follow the last of their chunk.
+    # Mapping tasks are few and slow, so they run two waves ahead; the mixes' gradients follow the last of
+    # their chunk.
     order_queue(
         config,
         TaskAiCoreType.TASK_AICORE_VECTOR,

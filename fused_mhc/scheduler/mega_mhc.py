@@ -5,8 +5,8 @@
     post --(all tiles)--> norm_cast --> projection --> mapping
                                    \\--> input_mix --> rms_norm
 
-``norm_cast`` stages its tile for ``projection`` in a ring; its slot is used again by the tile ``ring_slots`` later,
-which therefore waits for that projection.
+``norm_cast`` stages its tile for ``projection`` in a ring; its slot is used again by the tile ``ring_slots``
+later, which therefore waits for that projection.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class MegaMhcEventLayout:
 
 
 def build_event_layout(tile_count: int) -> MegaMhcEventLayout:
-    """Events of ``tile_count`` tiles: all posts done, then norm, input_mix and projection of each tile, then the end.
+    """Events of ``tile_count`` tiles: all posts done, then norm, input_mix and projection of each tile, then
+    the end.
 
     Raises:
         InputError: ``tile_count`` is not positive, or needs more than 1024 events.
@@ -111,8 +112,8 @@ def resolve_ring_slots(tile_count: int, token_tile: int, num_cube_cores: int) ->
 
 @dataclass(frozen=True)
 class _OrderingFill(StageFill):
-    """Fills the stage that comes last in topological order, then puts the vector queue in order: all post tasks,
-    waves of tiles through the three middle stages, all mapping tasks."""
+    """Fills the stage that comes last in topological order, then puts the vector queue in order: all post
+    tasks, waves of tiles through the three middle stages, all mapping tasks."""
 
     wave_tiles: int = 1
 

@@ -2,8 +2,8 @@
 
 ::
 
-    grad_output_init --(all)--> rms_norm_grad --> mhc_grad_prev_a_and_mapping --(macro-tile)--> mhc_grad_phi_rms
-                                                                          mhc_grad_phi_rms --> mhc_grad_prev_x_and_post
+    grad_output_init --(all)--> rms_norm_grad --> mhc_grad_prev_a_and_mapping
+        --(macro-tile)--> mhc_grad_phi_rms --> mhc_grad_prev_x_and_post
 
 Vector stages work on token tiles; the cube stage works on macro-tiles of at least 64 rows.
 """
@@ -83,8 +83,8 @@ def make_grad_tiling(token_count: int, token_tile: int) -> MegaMhcGradTiling:
     """Tiles and macro-tiles of ``token_count`` tokens.
 
     Raises:
-        InputError: an argument is not positive, or ``token_tile`` neither divides 64 nor is at least 64 (such tiles
-            would leave a macro-tile without its rows).
+        InputError: an argument is not positive, or ``token_tile`` neither divides 64 nor is at least 64
+            (such tiles would leave a macro-tile without its rows).
     """
     if token_count <= 0 or token_tile <= 0:
         raise InputError(f"token_count and token_tile must both be positive, got {(token_count, token_tile)}")
@@ -135,7 +135,8 @@ def build_event_layout(tile_count: int, macro_count: int) -> MegaMhcGradEventLay
 
 
 def resolve_grad_token_tile(token_count: int, requested_tile: int) -> int:
-    """The token tile to use: the requested one rounded up to 32, grown by 32 until the event table holds the graph.
+    """The token tile to use: the requested one rounded up to 32, grown by 32 until the event table holds the
+    graph.
 
     Raises:
         InputError: an argument is not positive.

@@ -17,7 +17,8 @@ Stages = Sequence[Sequence["TaskType | tuple[TaskType, int]"]]
 
 
 def first_rows(tasks: np.ndarray) -> np.ndarray:
-    """The first token of each task: its tile (``task_index`` over the parts of a tile) times the rows of a tile."""
+    """The first token of each task: its tile (``task_index`` over the parts of a tile) times the rows of a
+    tile."""
     parts = np.maximum(tasks["extra_value_1"], 1)
     return (tasks["task_index"] // parts).astype(np.int64) * tasks["task_split_value"]
 
@@ -27,9 +28,9 @@ def order_queue(
 ) -> None:
     """Put one queue of the table in order.
 
-    The groups follow one another. Inside a group come waves of ``wave_rows`` tokens (None: all of them), inside a
-    wave its stages, inside a stage its tasks by index. A stage with a lag of ``k`` runs with the wave ``k`` later
-    (``-k``: earlier).
+    The groups follow one another. Inside a group come waves of ``wave_rows`` tokens (None: all of them),
+    inside a wave its stages, inside a stage its tasks by index. A stage with a lag of ``k`` runs with the
+    wave ``k`` later (``-k``: earlier).
 
     Raises:
         InputError: ``wave_rows`` is not positive.

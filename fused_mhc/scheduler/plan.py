@@ -154,7 +154,8 @@ def search(
 
 
 def stage_rows(candidate: Candidate) -> list[tuple[str, str, int, int, str, float]]:
-    """For each stage: name, workers, tasks, rows of a task, the event its first task waits for, mean microseconds."""
+    """For each stage: name, workers, tasks, rows of a task, the event its first task waits for, mean
+    microseconds."""
     program, simulation = candidate.program, candidate.simulation
     rows = []
     for stage in program.stages:

@@ -40,8 +40,8 @@ __all__ = [
 ]
 
 READ, WRITE = 1, 2
-#: ``input`` is filled before the launch; ``output`` must be written whole by tasks; ``scratch`` lives in the launch;
-#: ``partial`` is written whole by tasks and read by the epilogue, which writes ``result``.
+#: ``input`` is filled before the launch; ``output`` must be written whole by tasks; ``scratch`` lives in the
+#: launch; ``partial`` is written whole by tasks and read by the epilogue, which writes ``result``.
 ROLES = ("input", "output", "scratch", "partial", "result")
 _FORMAT, _VERSION = "fused-mhc-program", 1
 _ITEM_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -52,9 +52,9 @@ _ACCESS_COLUMNS = (("task", "<i4"), ("buffer", "<i4"), ("start", "<i8"), ("stop"
 class Buffer:
     """A dense row-major array the tasks read or write.
 
-    ``parts > 1`` says that tasks own slices of the last axis. The byte ranges of such a buffer count its bytes block
-    by block (a tile of rows, or one leading index, cut into that many slices of ``part_width``), so that a slice of a
-    tile is one range; the memory itself stays row-major.
+    ``parts > 1`` says that tasks own slices of the last axis. The byte ranges of such a buffer count its
+    bytes block by block (a tile of rows, or one leading index, cut into that many slices of ``part_width``),
+    so that a slice of a tile is one range; the memory itself stays row-major.
     """
 
     name: str
@@ -105,7 +105,8 @@ class EventRange:
 
 @dataclass(frozen=True)
 class Reduction:
-    """What the epilogue does after the last event: ``result = sum(partial, axis 0)``, added in index order."""
+    """What the epilogue does after the last event: ``result = sum(partial, axis 0)``, added in index
+    order."""
 
     partial: str
     result: str
@@ -113,7 +114,8 @@ class Reduction:
 
 @dataclass(frozen=True, eq=False)
 class AccessTable:
-    """Who touches which bytes: one row for each (task, buffer, byte range); ``mode`` is READ, WRITE or both."""
+    """Who touches which bytes: one row for each (task, buffer, byte range); ``mode`` is READ, WRITE or
+    both."""
 
     task: np.ndarray
     buffer: np.ndarray
@@ -143,8 +145,8 @@ class AccessTable:
 def cut(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cut ranges at every border of any of them.
 
-    Returns ``(points, range, piece)``: piece ``k`` is ``points[k]:points[k + 1]``; the other two say, pair by pair,
-    which range covers which piece, ranges ascending.
+    Returns ``(points, range, piece)``: piece ``k`` is ``points[k]:points[k + 1]``; the other two say, pair
+    by pair, which range covers which piece, ranges ascending.
     """
     points = np.unique(np.concatenate([start, stop]))
     first = np.searchsorted(points, start)
@@ -162,7 +164,8 @@ class AccessWriter:
         self._chunks: list[tuple[np.ndarray, ...]] = []
 
     def elements(self, tasks: np.ndarray, mode: int, name: str, start: Any, stop: Any) -> None:
-        """Task ``k`` touches elements ``start[k]:stop[k]`` of the flattened buffer; empty ranges are dropped."""
+        """Task ``k`` touches elements ``start[k]:stop[k]`` of the flattened buffer; empty ranges are
+        dropped."""
         index, buffer = self._buffers[name]
         first = np.broadcast_to(np.asarray(start, np.int64), tasks.shape) * buffer.item_size
         last = np.broadcast_to(np.asarray(stop, np.int64), tasks.shape) * buffer.item_size
@@ -195,10 +198,12 @@ class AccessWriter:
         columns: int,
         block: tuple[Any, Any] | None = None,
     ) -> None:
-        """Task ``k`` touches rows ``start[k]:stop[k]`` of slice ``part[k]``, in block order (see :class:`Buffer`).
+        """Task ``k`` touches rows ``start[k]:stop[k]`` of slice ``part[k]``, in block order (see
+        :class:`Buffer`).
 
-        The slice is columns ``part*width`` up to ``width`` more, of the ``columns`` that the last axis counts;
-        ``block`` gives the first row of the block and the one after its last (default: the rows themselves).
+        The slice is columns ``part*width`` up to ``width`` more, of the ``columns`` that the last axis
+        counts; ``block`` gives the first row of the block and the one after its last (default: the rows
+        themselves).
         """
         first = np.asarray(part, np.int64) * width
         size = np.minimum(first + width, columns) - first
@@ -226,9 +231,11 @@ class Program:
     """One launch as data.
 
     Attributes:
-        graph: which builder made it (``mega_mhc``, ``mega_mhc_grad``, ``tiled``, ``tiled_grad``, or a name of yours).
+        graph: which builder made it (``mega_mhc``, ``mega_mhc_grad``, ``tiled``, ``tiled_grad``, or a name
+            of yours).
         direction: ``forward`` or ``backward``.
-        geometry: the sizes a kernel needs (``token_count``, ``hidden_size``, ``num_streams``, ``token_tile``, ...).
+        geometry: the sizes a kernel needs (``token_count``, ``hidden_size``, ``num_streams``,
+            ``token_tile``, ...).
         table: ``bytes(config)``, unchanged.
         event_count, event_capacity: events in use, events allowed.
         num_cube_workers, num_vector_workers: workers of each role; the static stride of each queue.

@@ -93,7 +93,8 @@ _QUEUES = (
 
 
 def task_array(config: RuntimeConfigC, count: int | None = None) -> np.ndarray:
-    """A writable view of the first ``count`` tasks (default: ``task_num``) with the field names of ``TaskDescC``."""
+    """A writable view of the first ``count`` tasks (default: ``task_num``) with the field names of
+    ``TaskDescC``."""
     return np.frombuffer(config.all_tasks, TASK_DTYPE)[: config.task_num if count is None else count]
 
 
@@ -123,13 +124,14 @@ def append_tasks(
     extra_value_0: int | np.ndarray = 0,
     extra_value_1: int | np.ndarray = 0,
 ) -> None:
-    """Append the ``task_num`` tasks of one operator to the table and to the queue of their core type, in index order,
-    and add them to the trigger counts of their events.
+    """Append the ``task_num`` tasks of one operator to the table and to the queue of their core type, in
+    index order, and add them to the trigger counts of their events.
 
     An argument is one value for all tasks or an array with one value each.
 
     Raises:
-        InputError: the tasks are neither cube nor vector tasks, the table is full, or an event is past its capacity.
+        InputError: the tasks are neither cube nor vector tasks, the table is full, or an event is past its
+            capacity.
     """
     for slot, (core, queue_name, counter) in enumerate(_QUEUES):
         if core == core_type:
@@ -177,8 +179,8 @@ def build_runtime_config(
     """Fill the table of a graph.
 
     Resets the counters of ``topology``, lets every operator fill in its tasks in topological order, and sets
-    ``task_num`` (sum over the operators) and ``num_workers = 2 * num_cube_cores``. A graph that has not been split
-    yet is split first.
+    ``task_num`` (sum over the operators) and ``num_workers = 2 * num_cube_cores``. A graph that has not been
+    split yet is split first.
 
     Raises:
         InputError: ``num_cube_cores`` is not positive, the graph has a cycle, an operator has no fill

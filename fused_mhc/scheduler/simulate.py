@@ -1,8 +1,8 @@
 """A cost model: how long a Program takes, who idles, and what leaves the L2 cache.
 
 Bytes come from the accesses of the Program: a read that finds its bytes in a least-recently-used L2 costs L2
-bandwidth, any other access DRAM bandwidth; each worker has an even share of both. A measured time of a stage replaces
-that. Numbers of a model rank schedules; they are no measurements.
+bandwidth, any other access DRAM bandwidth; each worker has an even share of both. A measured time of a stage
+replaces that. Numbers of a model rank schedules; they are no measurements.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Machine:
     mapping_us: float
 
 
-#: Copy bandwidth, usable part of the L2, cost of fetching a task and releasing an event, 20 Sinkhorn iterations.
+#: Copy bandwidth, usable part of the L2, cost of fetching a task and releasing an event, 20 Sinkhorn
+#: iterations.
 H200 = Machine(
     "H200", dram_bandwidth=4.1e6, l2_bandwidth=8.0e6, l2_bytes=50_000_000, task_us=1.0, mapping_us=7.0
 )

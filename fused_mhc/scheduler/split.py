@@ -96,8 +96,8 @@ class SplitSpec:
     """The rule one operator is split by.
 
     Attributes:
-        split_inputs: None for a source (always split); else ``(input index, dim)`` pairs that must all carry that
-            split already, or the operator stays one task.
+        split_inputs: None for a source (always split); else ``(input index, dim)`` pairs that must all carry
+            that split already, or the operator stays one task.
         task_num_fn: topology -> number of tasks.
         split_output_dims: for each output the dimension it is split along, -1 for none.
     """

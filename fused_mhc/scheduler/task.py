@@ -16,7 +16,8 @@ __all__ = [
 MAX_TASK_NUM = 25_600
 #: Written to ``queue_capacity`` for compatibility; no queue is limited by it.
 QUEUE_CAPACITY = 100
-#: Poll interval (``extra_value_2``, microseconds) of tasks whose event fires soon after they reach their queue's head.
+#: Poll interval (``extra_value_2``, microseconds) of tasks whose event fires soon after they reach their
+#: queue's head.
 FAST_DEPENDENCY_POLL_INTERVAL_US = 5
 
 

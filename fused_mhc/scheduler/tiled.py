@@ -1,13 +1,15 @@
-"""Our forward graph: small tiles and an event a macro-tile, so that a stage reads from the L2 cache what the last left.
+"""Our forward graph: small tiles and an event a macro-tile, so that a stage reads from the L2 cache what the
+last left.
 
 ::
 
     tile_post_mix_norm --(macro-tile)--> tile_projection --(macro-tile)--> tile_mapping
 
-``tile_post_mix_norm`` (vector, 8..32 tokens) makes new_residual, its sums of squares, mixed and block_input of one
-tile, so no stage reads or writes mixed in memory. ``tile_projection`` (cube) multiplies a macro-tile with one of
-``parts`` slices of phi's columns; ``tile_mapping`` (vector) adds those in slice order. Nothing waits for all tiles:
-10 units of traffic a token (a unit is the C values of one stream), where the fixed graph's barrier costs 14.
+``tile_post_mix_norm`` (vector, 8..32 tokens) makes new_residual, its sums of squares, mixed and block_input
+of one tile, so no stage reads or writes mixed in memory. ``tile_projection`` (cube) multiplies a macro-tile
+with one of ``parts`` slices of phi's columns; ``tile_mapping`` (vector) adds those in slice order. Nothing
+waits for all tiles: at best 10 units of traffic a token (a unit is the C values of one stream), where the
+fixed graph's barrier costs 14.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from fused_mhc.scheduler.split import SplitSpec, TaskSplitValue, ceil_div, round
 from fused_mhc.scheduler.task import MAX_TASK_NUM, TaskAiCoreType, TaskType
 
 __all__ = [
+    "MAX_PARTS",
     "PART_GRANULARITY",
     "TiledEventLayout",
     "TiledTiling",
@@ -39,6 +42,8 @@ DEFAULT_MACRO_TILE = 64
 DEFAULT_PARTS = 4
 #: Column slices are whole multiples of this, but for the last.
 PART_GRANULARITY = 32
+#: Slices at the most: narrower ones would be shorter than what one memory transaction moves.
+MAX_PARTS = 64
 _TOKEN_TILES = (8, 16, 32)
 _CUBE, _VECTOR = TaskAiCoreType.TASK_AICORE_CUBE, TaskAiCoreType.TASK_AICORE_VECTOR
 
@@ -50,7 +55,10 @@ def check_token_tile(token_tile: int) -> None:
 
 
 def split_columns(columns: int, parts: int) -> tuple[int, int]:
-    """``(parts, width)``: at most ``parts`` slices of ``width`` columns, a multiple of 32 each but the last."""
+    """``(parts, width)``: at most ``parts`` slices of ``width`` columns, a multiple of 32 each but the
+    last."""
+    if parts > MAX_PARTS:
+        raise InputError(f"parts: expected at most {MAX_PARTS} slices, got {parts}")
     width = round_up(ceil_div(columns, parts), PART_GRANULARITY)
     return ceil_div(columns, width), width
 
@@ -90,8 +98,8 @@ def make_tiling(
     macro_tile: int = DEFAULT_MACRO_TILE,
     parts: int = DEFAULT_PARTS,
 ) -> TiledTiling:
-    """Tiles of ``token_count`` tokens and slices of the projection's ``columns``; all tiles double together until
-    the tables hold the graph."""
+    """Tiles of ``token_count`` tokens and slices of the projection's ``columns``; all tiles double together
+    until the tables hold the graph."""
     check_token_tile(token_tile)
     if macro_tile <= 0 or macro_tile % token_tile:
         raise InputError(f"macro_tile: expected a multiple of token_tile ({token_tile}), got {macro_tile}")

@@ -1,4 +1,5 @@
-"""Our backward graph: column slices of small tiles, nothing waits for all tiles, no partial sum is cleared first.
+"""Our backward graph: column slices of small tiles, nothing waits for all tiles, no partial sum is cleared
+first.
 
 ::
 
@@ -6,11 +7,12 @@
                                 +--> tile_post_grad --(chunk)--> tile_mix_grad
     tile_norm_grad ----(tile)---+                      (chunk)--> tile_phi_grad
 
-A token tile has one mapping task and ``parts`` tasks, one for each slice of C, in ``tile_norm_grad`` (sums over C
-leave as one partial sum a slice) and ``tile_post_grad`` (adds those in slice order, then makes the gradients of its
-slice, ``(g_logits*u) @ phi`` included, so that it never passes through memory). new_residual and mixed are made again
-from residual and previous_output. A chunk of tokens is small enough to be still in the L2 cache when
-``tile_phi_grad`` (cube) multiplies it: 15 units of traffic a token and the partial sums of g_phi, one for each chunk.
+A token tile has one mapping task and ``parts`` tasks, one for each slice of C, in ``tile_norm_grad`` (sums
+over C leave as one partial sum a slice) and ``tile_post_grad`` (adds those in slice order, then makes the
+gradients of its slice, ``(g_logits*u) @ phi`` included, so that it never passes through memory).
+new_residual and mixed are made again from residual and previous_output. A chunk of tokens is small enough to
+be still in the L2 cache when ``tile_phi_grad`` (cube) multiplies it: at best 15 units of traffic a token and
+the partial sums of g_phi, one for each chunk.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ _CUBE, _VECTOR = TaskAiCoreType.TASK_AICORE_CUBE, TaskAiCoreType.TASK_AICORE_VEC
 class TiledGradTiling:
     """Tiles, chunks (a whole number of tiles; the unit of the sum over tokens of g_phi) and slices of C.
 
-    A chunk has more rows than a tile, so ``tile_phi_grad`` takes narrower slices (a whole number in each other one).
+    A chunk has more rows than a tile, so ``tile_phi_grad`` takes narrower slices (a whole number in each
+    other one).
     """
 
     token_count: int
@@ -83,7 +86,8 @@ def make_tiling(
     chunk_rows: int = DEFAULT_CHUNK_ROWS,
     parts: int = DEFAULT_PARTS,
 ) -> TiledGradTiling:
-    """Tiles of ``token_count`` tokens and slices of C; tiles and chunks double until the tables hold the graph."""
+    """Tiles of ``token_count`` tokens and slices of C; tiles and chunks double until the tables hold the
+    graph."""
     check_token_tile(token_tile)
     if chunk_rows <= 0 or chunk_rows % token_tile:
         raise InputError(f"chunk_rows: expected a multiple of token_tile ({token_tile}), got {chunk_rows}")

@@ -21,8 +21,9 @@ _CORES = (TaskAiCoreType.TASK_AICORE_CUBE, TaskAiCoreType.TASK_AICORE_VECTOR)
 class EventOrder:
     """What events alone say about the order of tasks.
 
-    ``level[t]`` rises strictly along every chain of events, so sorting by it gives an order all chains agree with;
-    ``ancestors[e, d]`` (bits, packed along the second axis) says that ``d`` has fired whenever ``e`` has.
+    ``level[t]`` rises strictly along every chain of events, so sorting by it gives an order all chains agree
+    with; ``ancestors[e, d]`` (bits, packed along the second axis) says that ``d`` has fired whenever ``e``
+    has.
     """
 
     level: np.ndarray
@@ -37,11 +38,11 @@ class EventOrder:
 
 
 def verify(program: Program) -> None:
-    """Prove that a Program can run: limits, queues, trigger counts, no cycle, no race, no read before a write, every
-    output written, and no deadlock of its in-order queues.
+    """Prove that a Program can run: limits, queues, trigger counts, no cycle, no race, no read before a
+    write, every output written, and no deadlock of its in-order queues.
 
-    Two tasks that events leave unordered may not touch the same bytes unless both only read; the order of a queue
-    does not count, so any executor that respects events gives the same bytes.
+    Two tasks that events leave unordered may not touch the same bytes unless both only read; the order of a
+    queue does not count, so any executor that respects events gives the same bytes.
 
     Raises:
         ScheduleError: what is wrong, with the task, the event and the numbers.
@@ -283,8 +284,8 @@ def _check_buffer(
 ) -> None:
     """One buffer, cut at every border of a range; in each piece the accesses stand in event order.
 
-    It is enough to compare each access with the write before it and each read with the write after it: the rest
-    follows, because "ends before" is transitive.
+    It is enough to compare each access with the write before it and each read with the write after it: the
+    rest follows, because "ends before" is transitive.
     """
     points, access, piece = cut(start, stop)
     who, how = task[access], mode[access]
@@ -330,8 +331,8 @@ def _check_buffer(
 def check_queues(program: Program) -> None:
     """Prove that the in-order queues cannot deadlock with the workers of this Program.
 
-    Running a task never takes an event back, so if workers that always run what they can get stuck, every run does,
-    and if they do not, none does.
+    Running a task never takes an event back, so if workers that always run what they can get stuck, every
+    run does, and if they do not, none does.
 
     Raises:
         ScheduleError: which task waits for which event for ever, and how far its counter came.

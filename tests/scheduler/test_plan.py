@@ -129,12 +129,12 @@ def test_plan_in_words(graph: str, direction: str) -> None:
 
 @each
 def test_search_finds_plans_that_are_proven_and_no_slower(graph: str, direction: str) -> None:
-    found = search(graph, direction, 2000, 1024, **ROLES)
+    found = search(graph, direction, 700, 512, **ROLES)
     spans = [candidate.simulation.makespan for candidate in found]
     assert spans == sorted(spans)
-    assert spans[0] <= make_plan(graph, direction, 2000, 1024, **ROLES).simulation.makespan
+    assert spans[0] <= make_plan(graph, direction, 700, 512, **ROLES).simulation.makespan
     verify(found[0].program)
-    again = search(graph, direction, 2000, 1024, **ROLES)
+    again = search(graph, direction, 700, 512, **ROLES)
     assert [c.program.digest for c in again] == [c.program.digest for c in found]
 
 

@@ -129,6 +129,9 @@ def test_tiled_refuses_tiles(direction: str) -> None:
         lowered("tiled", direction, token_tile=32, group_rows=40)
     with pytest.raises(ValueError, match="parts must be positive"):
         lowered("tiled", direction, parts=0)
+    with pytest.raises(ValueError, match="parts: expected at most 64 slices, got 65"):
+        lowered("tiled", direction, parts=65)
+    verify(lowered("tiled", direction, 300_000, hidden=4096, parts=64))
 
 
 def test_fixed_forward_refuses_a_tile_that_cannot_fit() -> None:

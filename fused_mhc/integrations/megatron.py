@@ -104,7 +104,7 @@ def _cutile_supports_current_device() -> bool:
     """True when the cuTile backend has proven that it runs on the current device; else the reason is kept in
     ``_CUTILE_DEVICE_SUPPORT_ERROR``."""
     global _CUTILE_DEVICE_SUPPORT_ERROR  # noqa: PLW0603  # Megatron keeps it as a name of the module
-    if _CUTILE_DEVICE_SUPPORT_CACHE is not None:
+    if isinstance(_CUTILE_DEVICE_SUPPORT_CACHE, bool):
         return _CUTILE_DEVICE_SUPPORT_CACHE
     supported = dispatch.is_cutile_available()
     _CUTILE_DEVICE_SUPPORT_ERROR = (

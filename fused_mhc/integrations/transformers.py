@@ -114,7 +114,7 @@ def _modeling() -> ModuleType:
     for name, (parameters, _) in _FUSED.items():
         cls = getattr(modeling, name, None)
         forward = getattr(cls, "forward", None)
-        if cls in _originals:
+        if cls in _originals and getattr(forward, "__wrapped__", None) is _originals[cls]:
             continue
         if forward is None or forward.__module__ != _MODELING:
             raise InputError(
@@ -155,8 +155,14 @@ def _sites(model: Any, modeling: ModuleType) -> dict[str, nn.Module]:
     check_streams("config.hc_mult", n)
     check_positive("config.hc_eps", config.hc_eps)
     rows = n * n + 2 * n
-    shapes = {"fn": (rows, n * width), "base": (rows,), "scale": (3,)}
-    head = {"hc_fn": (n, n * width), "hc_base": (n,), "hc_scale": (1,)}
+    shapes = {
+        "fn": (rows, n * width),
+        "base": (rows,),
+        "scale": (3,),
+        "hc_fn": (n, n * width),
+        "hc_base": (n,),
+        "hc_scale": (1,),
+    }
     for name, module in sites.items():
         if "forward" in vars(module):
             raise InputError(
@@ -164,12 +170,17 @@ def _sites(model: Any, modeling: ModuleType) -> dict[str, nn.Module]:
                 "(another patch, or hooks of accelerate): call apply_fused_mhc_to_deepseek_v4() without a model, "
                 "before the model is built or loaded"
             )
-        for parameter, shape in {**shapes, **head}.items():
+        for parameter, shape in shapes.items():
             weight = getattr(module, parameter, None)
-            if weight is not None and tuple(weight.shape) != shape:
+            if weight is None:
+                continue
+            found = tuple(
+                getattr(weight, "ds_shape", weight.shape)
+            )  # DeepSpeed's ZeRO-3 keeps the whole shape there
+            if found != shape:
                 raise InputError(
                     f"{name}.{parameter}: expected shape {shape} for config.hc_mult = {n} and "
-                    f"config.hidden_size = {width}, got {tuple(weight.shape)}"
+                    f"config.hidden_size = {width}, got {found}"
                 )
     return sites
 

@@ -7,7 +7,9 @@ larger than a chunk, and sums over tokens have one order: within a chunk, then c
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -79,22 +81,42 @@ def _matmul_backends() -> list[Any]:
     return [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
 
 
-@contextlib.contextmanager
-def exact_matmul() -> Iterator[None]:
-    """Products of fp32 operands are fp32 inside, whatever the process-wide precision switches say."""
-    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # torch 2.8 has one switch for all
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
+class _ExactMatmul:
+    """Switches lowered precision off while any thread is inside, and back when the last one leaves."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._restore: list[Callable[[], None]] = []
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self._restore = _switch_off()
         try:
             yield
         finally:
-            torch.set_float32_matmul_precision(before)
-        return
-    switches = [(m, m.fp32_precision) for m in _matmul_backends()]
-    try:
-        for m, _ in switches:
-            m.fp32_precision = "ieee"
-        yield
-    finally:
-        for m, before in switches:
-            m.fp32_precision = before
+            with self._lock:
+                self._inside -= 1
+                if self._inside == 0:
+                    for restore in self._restore:
+                        restore()
+
+
+def _switch_off() -> list[Callable[[], None]]:
+    """Make fp32 products exact; returns what puts the switches back."""
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # torch 2.8 has one switch for all
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        return [functools.partial(torch.set_float32_matmul_precision, before)]
+    found: list[Callable[[], None]] = []
+    for switch in _matmul_backends():
+        found.append(functools.partial(setattr, switch, "fp32_precision", switch.fp32_precision))
+        switch.fp32_precision = "ieee"
+    return found
+
+
+#: Context: products of fp32 operands are fp32 inside, whatever the process-wide precision switches say.
+exact_matmul = _ExactMatmul()

@@ -172,7 +172,8 @@ def project_site_tile(
     X_PARTS: tl.constexpr,
     W_PARTS: tl.constexpr,
 ):
-    """Leaves ``begin`` to ``end`` (RATIO steps each) of the projection of ``rows`` and of their sums of squares.
+    """Leaves ``begin`` to ``end`` (RATIO steps each), as far as K goes, of the projection of ``rows`` and of their sums
+    of squares.
 
     ``phi_ptr``: the bf16 parts of phi, ``[W_PARTS, N, K]``. Leaves are added in order."""
     cols = tl.arange(0, COLUMNS)
@@ -182,11 +183,12 @@ def project_site_tile(
     leaf_square = square
     x_rows = new_ptr + rows[:, None] * K
     w_cols = cols[None, :] * K
+    end = tl.minimum(end, (K + STEP * RATIO - 1) // (STEP * RATIO))
     for step in range(begin * RATIO, end * RATIO):
         k = step * STEP + tl.arange(0, STEP)
         x_mask = row_mask[:, None]
         w_mask = cols[None, :] < N
-        if K % STEP != 0:
+        if K % (STEP * RATIO) != 0:
             x_mask = x_mask & (k[None, :] < K)
             w_mask = w_mask & (k[:, None] < K)
         x = tl.load(x_rows + k[None, :], mask=x_mask, other=0.0)

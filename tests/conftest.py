@@ -38,12 +38,22 @@ settings.register_profile(
 settings.load_profile("suite")
 
 
+def _own(metafunc: pytest.Metafunc) -> set[str]:
+    """Arguments that the test parametrizes itself."""
+    names: set[str] = set()
+    for marker in metafunc.definition.iter_markers("parametrize"):
+        given = marker.args[0] if marker.args else marker.kwargs["argnames"]
+        names.update(n.strip() for n in (given.split(",") if isinstance(given, str) else given))
+    return names
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """``case``: every operation, mode, dtype and shape that the tested backend runs. ``dtype``: its dtypes."""
-    if "case" in metafunc.fixturenames:
+    wanted = set(metafunc.fixturenames) - _own(metafunc)
+    if "case" in wanted:
         cases = plan_verify([BACKEND], device=DEVICE)
         metafunc.parametrize("case", cases, ids=[str(c).replace(" ", "-") for c in cases])
-    if "dtype" in metafunc.fixturenames:
+    if "dtype" in wanted:
         metafunc.parametrize("dtype", DTYPES, ids=[str(d).removeprefix("torch.") for d in DTYPES])
 
 

@@ -1,76 +1,42 @@
-"""Projection, RMS and mapping in Triton, forward.
+"""Projection, RMS and mapping in Triton: the kernels of T x N elements, and the operation's hosts.
 
-Stage one multiplies x by the weight and sums its squares in one read of x: K is cut into groups of leaves, one leaf is
-one accumulation on the tensor cores, leaves are added in fp32 in index order within their group, and groups likewise.
-A large batch gives a program a whole group, a small one a single leaf; stage two adds what they left in the same
-order and applies the mapping, so the bits of a token depend neither on T nor on its neighbours.
+Forward: `project` reads x, then one kernel adds its partial sums and applies the mapping. Backward: one kernel takes
+the gradients of the mixes to that of the raw projection (kept as bf16 parts) and to the factor of x in its own
+gradient, then `project_bwd` reads x.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...device import device_info
-from .._triton_common import Launcher, alignment, flatten
+from .._triton_common import Launcher, flatten, widen
 from . import config as tiles
-from ._triton_bwd import proj_rms_compute_h_bwd
-from ._triton_tiles import ORDER, PARTS, alpha_columns, collect_tile, mapping_tile, project_tile, rms_tile
+from ._triton_bwd import add_all_shares, g_parts, parts_for, project_bwd
+from ._triton_fwd import project
+from ._triton_tiles import (
+    alpha_columns,
+    collect_tile,
+    load_columns,
+    mapping_bwd_tile,
+    mapping_tile,
+    rms_coefficient_tile,
+    rms_tile,
+    store_interleaved_parts,
+    store_parts,
+)
 
-__all__ = ["project", "proj_rms_compute_h_bwd", "proj_rms_compute_h_fwd"]
+__all__ = ["proj_rms_compute_h_bwd", "proj_rms_compute_h_fwd"]
 
-
-@triton.jit(do_not_specialize=["count", "stride_x", "width", "size", "leaves", "per_program"])
-def project_kernel(
-    x_ptr,
-    weight_ptr,
-    partial_ptr,
-    square_ptr,
-    count: tl.int64,
-    stride_x: tl.int64,
-    width: tl.int64,
-    size: tl.int64,
-    leaves: tl.int32,
-    per_program: tl.int32,
-    TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    LEAF: tl.constexpr,
-    X_PARTS: tl.constexpr,
-    W_PARTS: tl.constexpr,
-    ORDER: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
-    tile, index, block = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    rows = tile * TOKENS + tl.arange(0, TOKENS)
-    row_mask = rows < count
-    cols = block * COLUMNS + tl.arange(0, COLUMNS)
-    begin = index * per_program
-    proj, square = project_tile(
-        x_ptr,
-        weight_ptr,
-        rows,
-        row_mask,
-        cols,
-        stride_x,
-        width,
-        size,
-        begin,
-        tl.minimum(begin + per_program, leaves),
-        LEAF,
-        X_PARTS,
-        W_PARTS,
-        ORDER,
-        ALIGN,
-    )
-    at = (index * count + rows[:, None]) * size + cols[None, :]
-    tl.store(partial_ptr + at, proj, mask=row_mask[:, None] & (cols[None, :] < size))
-    if block == 0:
-        tl.store(square_ptr + index * count + rows, square, mask=row_mask)
+#: Tokens in one program of the forward's mapping kernel.
+MAPPING_TOKENS = 8
 
 
-@triton.jit(do_not_specialize=["count", "width", "partials", "per_group", "eps", "compute_h_eps"])
+@triton.jit(do_not_specialize=["count", "width", "partials", "eps", "compute_h_eps"])
 def mapping_kernel(
     partial_ptr,
     square_ptr,
@@ -86,21 +52,19 @@ def mapping_kernel(
     count: tl.int64,
     width: tl.int64,
     partials: tl.int32,
-    per_group: tl.int32,
     eps: tl.float32,
     compute_h_eps: tl.float32,
     N_STREAMS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
+    PER_GROUP: tl.constexpr,
     INSIDE: tl.constexpr,
 ):
     size: tl.constexpr = N_STREAMS * N_STREAMS + 2 * N_STREAMS
     rows = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     row_mask = rows < count
     cols = tl.arange(0, COLUMNS)
-    proj, square = collect_tile(
-        partial_ptr, square_ptr, rows, row_mask, cols, count, size, partials, per_group
-    )
+    proj, square = collect_tile(partial_ptr, square_ptr, rows, cols, count, size, partials, PER_GROUP)
     u, r = rms_tile(square, width, eps, INSIDE)
     alpha = alpha_columns(alpha_pre_ptr, alpha_post_ptr, alpha_res_ptr, cols, N_STREAMS)
     bias = tl.load(bias_ptr + cols, mask=cols < size, other=0.0).to(tl.float32)
@@ -117,45 +81,68 @@ def mapping_kernel(
     tl.store(h_res_ptr + row * (N_STREAMS * N_STREAMS) + res, mixes, mask=is_res)
 
 
-_project = Launcher(project_kernel)
+@triton.jit(
+    do_not_specialize=["count", "width", "stride_pre", "stride_post", "stride_res", "stride_r", "eps"]
+)
+def mapping_bwd_kernel(
+    proj_ptr,
+    r_ptr,
+    g_pre_ptr,
+    g_post_ptr,
+    g_res_ptr,
+    g_r_ptr,
+    alpha_pre_ptr,
+    alpha_post_ptr,
+    alpha_res_ptr,
+    bias_ptr,
+    parts_ptr,
+    coefficient_ptr,
+    share_ptr,
+    count: tl.int64,
+    width: tl.int64,
+    stride_pre: tl.int64,
+    stride_post: tl.int64,
+    stride_res: tl.int64,
+    stride_r: tl.int64,
+    eps: tl.float32,
+    N_STREAMS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    G_PARTS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    INSIDE: tl.constexpr,
+):
+    size: tl.constexpr = N_STREAMS * N_STREAMS + 2 * N_STREAMS
+    tile = tl.program_id(0).to(tl.int64)
+    rows = tile * TOKENS + tl.arange(0, TOKENS)
+    row_mask = rows < count
+    cols = tl.arange(0, COLUMNS)
+    r = tl.load(r_ptr + rows, mask=row_mask, other=1.0)
+    u = tl.div_rn(tl.full(r.shape, 1.0, tl.float32), r if INSIDE else r + eps)
+    alpha = alpha_columns(alpha_pre_ptr, alpha_post_ptr, alpha_res_ptr, cols, N_STREAMS)
+    bias = tl.load(bias_ptr + cols, mask=cols < size, other=0.0).to(tl.float32)
+    proj = load_columns(proj_ptr, rows, row_mask, cols, size, size)
+    g_mix = load_columns(g_pre_ptr, rows, row_mask, cols, stride_pre, N_STREAMS)
+    g_mix += load_columns(g_post_ptr, rows, row_mask, cols - N_STREAMS, stride_post, N_STREAMS)
+    g_mix += load_columns(g_res_ptr, rows, row_mask, cols - 2 * N_STREAMS, stride_res, N_STREAMS * N_STREAMS)
+    scale = tl.where(cols < N_STREAMS, 1.0, tl.where(cols < 2 * N_STREAMS, 2.0, 0.0))
+    g_proj, g_u, g_h, alpha_terms = mapping_bwd_tile(g_mix, scale[None, :], proj, u, alpha, bias)
+    if g_r_ptr is None:
+        g_r = tl.zeros_like(r)
+    else:
+        g_r = widen(tl.load(g_r_ptr + rows * stride_r, mask=row_mask, other=0.0))
+    if INTERLEAVED:
+        store_interleaved_parts(parts_ptr, g_proj, rows, row_mask, cols)
+    else:
+        store_parts(parts_ptr, g_proj, rows, row_mask, cols, COLUMNS, G_PARTS)
+    tl.store(coefficient_ptr + rows, rms_coefficient_tile(g_r, g_u, u, r, width), mask=row_mask)
+    share = share_ptr + tile * (2 * COLUMNS) + cols
+    tl.store(share, tl.sum(alpha_terms, axis=0))
+    tl.store(share + COLUMNS, tl.sum(g_h, axis=0))
+
+
 _mapping = Launcher(mapping_kernel)
-
-
-def project(x: Tensor, weight: Tensor, precision: str) -> tuple[Tensor, Tensor, int]:
-    """Stage one for rows ``x [T, K]`` of one stride and a contiguous ``weight [N, K]``.
-
-    Returns:
-        Partial sums ``[P, T, N]`` of the product and ``[P, T]`` of the squares, both fp32, and how many of the P make
-        a group (`collect_tile` adds them).
-    """
-    flat, stride = flatten(x, 1)
-    size, width = weight.shape
-    count = x.numel() // width
-    step = tiles.leaf(size)
-    chosen = tiles.heuristic((size, width), device_info(x.device).arch)
-    leaves, group = triton.cdiv(width, step), tiles.GROUP // step
-    token_tiles = triton.cdiv(count, chosen.tokens)
-    # Few tokens: one leaf a program, so that the whole chip shares the reading of the weight.
-    per_program = group if token_tiles >= 64 else 1
-    partials = triton.cdiv(leaves, per_program)
-    partial = torch.empty(partials, count, size, dtype=torch.float32, device=x.device)
-    square = torch.empty(partials, count, dtype=torch.float32, device=x.device)
-    _project(
-        (token_tiles, partials, triton.cdiv(size, tiles.columns(size))),
-        (flat, weight, partial, square, count, stride, width, size, leaves, per_program),
-        (
-            chosen.tokens,
-            tiles.columns(size),
-            step,
-            PARTS[x.dtype],
-            PARTS[weight.dtype],
-            ORDER[precision],
-            alignment(stride, width),
-        ),
-        chosen.num_warps,
-        chosen.num_stages,
-    )
-    return partial, square, group // per_program
+_mapping_bwd = Launcher(mapping_bwd_kernel)
 
 
 def proj_rms_compute_h_fwd(
@@ -179,9 +166,9 @@ def proj_rms_compute_h_fwd(
     count = x.numel() // width
     if count == 0:
         return tuple(outs)
-    partial, square, per_group = project(x, weight.contiguous(), precision)
+    partial, square, per_group = project(x, weight, precision)
     _mapping(
-        (triton.cdiv(count, tiles.MAPPING_TOKENS),),
+        (triton.cdiv(count, MAPPING_TOKENS),),
         (
             partial,
             square,
@@ -193,11 +180,82 @@ def proj_rms_compute_h_fwd(
             count,
             width,
             partial.shape[0],
-            per_group,
             eps,
             compute_h_eps,
         ),
-        (n, triton.next_power_of_2(size), tiles.MAPPING_TOKENS, rms_eps_mode == "inside"),
-        4,
+        (n, max(16, triton.next_power_of_2(size)), MAPPING_TOKENS, per_group, rms_eps_mode == "inside"),
+        2,
     )
     return tuple(outs)
+
+
+def proj_rms_compute_h_bwd(
+    g_pre: Tensor | None,
+    g_post: Tensor | None,
+    g_res: Tensor | None,
+    g_r: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    alpha_pre: Tensor,
+    alpha_post: Tensor,
+    alpha_res: Tensor,
+    bias: Tensor,
+    proj: Tensor,
+    r: Tensor,
+    n: int,
+    eps: float,
+    rms_eps_mode: str,
+    precision: str,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    # precision: the backward is as exact in both modes.
+    inputs = (x, weight, alpha_pre, alpha_post, alpha_res, bias)
+    size, width = weight.shape
+    count = x.numel() // width
+    if count == 0:
+        return [
+            torch.zeros(t.shape, dtype=t.dtype, device=x.device)
+            for t, need in zip(inputs, needs, strict=True)
+            if need
+        ]
+    grad = parts_for(x, size, gluon=needs[0] and needs[1])
+    mapping_tiles = triton.cdiv(count, tiles.SHARE_TOKENS)
+    mapping_shares = torch.empty(mapping_tiles, 2, grad.columns, dtype=torch.float32, device=x.device)
+    grads: list[Tensor | None] = []
+    strides: list[int] = []
+    for g in (g_pre, g_post, g_res, g_r):
+        source, step = (None, 0) if g is None else flatten(g, 1)
+        grads.append(source)
+        strides.append(step)
+    _mapping_bwd(
+        (mapping_tiles,),
+        (
+            proj,
+            r,
+            *grads,
+            alpha_pre,
+            alpha_post,
+            alpha_res,
+            bias.contiguous(),
+            grad.parts,
+            grad.coefficient,
+            mapping_shares,
+            count,
+            width,
+            *strides,
+            eps,
+        ),
+        (n, grad.columns, tiles.SHARE_TOKENS, g_parts(x.dtype), grad.interleaved, rms_eps_mode == "inside"),
+        4,
+    )
+    g_x, shares = None, None
+    if needs[0] or needs[1]:
+        g_x, shares = project_bwd(x, weight, grad, needs[0], needs[1])
+    totals = [
+        torch.empty(t.shape, dtype=t.dtype, device=x.device) if need else None
+        for t, need in zip(inputs[1:], needs[1:], strict=True)
+    ]
+    if any(needs[1:]):
+        small = (totals[1], totals[2], totals[3], totals[4])
+        add_all_shares(shares, totals[0], mapping_shares if any(needs[2:]) else None, small, n, size)
+    return [g for g in (g_x, *totals) if g is not None]

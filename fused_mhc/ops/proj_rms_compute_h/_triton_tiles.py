@@ -16,7 +16,7 @@ __all__ = [
     "PARTS",
     "alpha_columns",
     "collect_tile",
-    "dot_parts",
+    "dot_weight_parts",
     "load_columns",
     "mapping_bwd_tile",
     "mapping_tile",
@@ -25,6 +25,7 @@ __all__ = [
     "project_tile",
     "rms_coefficient_tile",
     "rms_tile",
+    "store_interleaved_parts",
     "store_parts",
 ]
 
@@ -49,58 +50,69 @@ def part(value, index: tl.constexpr):
 
 
 @triton.jit
-def dot_parts(a, b, A_PARTS: tl.constexpr, B_PARTS: tl.constexpr, ORDER: tl.constexpr):
-    """``a @ b`` from the products of bf16 parts i and j with ``i + j < ORDER``: 3 for fp32, 2 for (better than) tf32.
+def dot_weight_parts(
+    x, parts_ptr, rows, part_stride, k, X_PARTS: tl.constexpr, W_PARTS: tl.constexpr, ORDER: tl.constexpr
+):
+    """``x [t, k] @ weight[rows, k].T`` with the weight in bf16 parts ``[W_PARTS, part_stride]``.
 
-    The largest product and the small ones have an accumulator each: a tensor core rounds in units of the sum.
+    Products of parts i and j are taken where ``i + j < ORDER``, the small ones first: what is far below the sum adds
+    up before it meets it.
     """
-    zero = tl.zeros((a.shape[0], b.shape[1]), tl.float32)
-    total = dot_bf16(part(a, 0), part(b, 0), zero)
-    if A_PARTS + B_PARTS > 2:
-        small = zero
-        for back in tl.static_range(A_PARTS + B_PARTS - 2):
-            degree: tl.constexpr = A_PARTS + B_PARTS - 2 - back
-            if degree < ORDER:
-                for i in tl.static_range(A_PARTS):
-                    if degree - i >= 0 and degree - i < B_PARTS:
-                        small = dot_bf16(part(a, i), part(b, degree - i), small)
-        total += small
+    total = tl.zeros((x.shape[0], rows.shape[0]), tl.float32)
+    for less in tl.static_range(W_PARTS):
+        w = tl.load(parts_ptr + (W_PARTS - 1 - less) * part_stride + rows[None, :] + k[:, None])
+        for i in tl.static_range(X_PARTS):
+            if X_PARTS - 1 - i + W_PARTS - 1 - less < ORDER:
+                total = dot_bf16(part(x, X_PARTS - 1 - i), w, total)
     return total
 
 
 @triton.jit
 def project_tile(
     x_ptr,
-    weight_ptr,
+    parts_ptr,
     rows,
     row_mask,
     cols,
     stride_x,
     width,
-    size,
+    part_stride,
+    part_width,
     begin,
     end,
-    LEAF: tl.constexpr,
+    STEP: tl.constexpr,
+    RATIO: tl.constexpr,
     X_PARTS: tl.constexpr,
     W_PARTS: tl.constexpr,
     ORDER: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """Leaves ``begin`` to ``end`` of the projection of ``rows`` on ``cols``, and of the sum of squares."""
-    proj = tl.zeros((rows.shape[0], cols.shape[0]), tl.float32)
-    square = tl.zeros((rows.shape[0],), tl.float32)
-    stride_x = tl.multiple_of(stride_x, ALIGN)
-    width = tl.multiple_of(width, ALIGN)
+    """Steps ``begin`` to ``end`` of the projection of ``rows`` on ``cols``, and of the sum of squares.
+
+    The products of one step have an accumulator of their own, since tensor cores do not add as exactly as fp32 does;
+    RATIO steps make a slice, and slices are added in order. The weight comes in parts of zero-padded rows.
+    """
+    stride_x = (stride_x // ALIGN) * ALIGN
+    width = (width // ALIGN) * ALIGN
+    part_width = (part_width // STEP) * STEP
     x_rows = x_ptr + rows[:, None] * stride_x
-    w_cols = weight_ptr + cols[None, :] * width
-    for index in range(begin, end):
-        k = index * LEAF + tl.arange(0, LEAF)
+    w_rows = cols * part_width
+    proj = tl.zeros((rows.shape[0], cols.shape[0]), tl.float32)
+    slice_proj = tl.zeros_like(proj)
+    square = tl.zeros((rows.shape[0],), tl.float32)
+    slice_square = tl.zeros((rows.shape[0], STEP), tl.float32)
+    for step in range(begin, end):
+        k = step * STEP + tl.arange(0, STEP)
         x = tl.load(x_rows + k[None, :], mask=row_mask[:, None] & (k[None, :] < width), other=0.0)
-        w = tl.load(w_cols + k[:, None], mask=(cols[None, :] < size) & (k[:, None] < width), other=0.0)
-        proj += dot_parts(x, w, X_PARTS, W_PARTS, ORDER)
         value = widen(x)
-        square += tl.sum(value * value, axis=1)
-    return proj, square
+        slice_square = tl.fma(value, value, slice_square)
+        slice_proj += dot_weight_parts(x, parts_ptr, w_rows, part_stride, k, X_PARTS, W_PARTS, ORDER)
+        if step % RATIO == RATIO - 1:
+            proj += slice_proj
+            square += tl.sum(slice_square, axis=1)
+            slice_proj = tl.zeros_like(proj)
+            slice_square = tl.zeros((rows.shape[0], STEP), tl.float32)
+    return proj + slice_proj, square + tl.sum(slice_square, axis=1)
 
 
 @triton.jit
@@ -108,24 +120,28 @@ def collect_tile(
     partial_ptr,
     square_ptr,
     rows,
-    row_mask,
     cols,
     count,
     size,
     partials,
-    per_group,
+    PER_GROUP: tl.constexpr,
 ):
-    """Projection and sum of squares of ``rows`` from ``partials`` partial sums, ``per_group`` of them a group."""
-    mask = row_mask[:, None] & (cols[None, :] < size)
+    """Projection and sum of squares of ``rows`` from ``partials`` partial sums, PER_GROUP of them a group."""
     at = rows[:, None] * size + cols[None, :]
     proj = tl.zeros((rows.shape[0], cols.shape[0]), tl.float32)
     square = tl.zeros((rows.shape[0],), tl.float32)
-    for first in range(0, partials, per_group):
+    for first in range(0, partials, PER_GROUP):
         group = tl.zeros_like(proj)
         group_square = tl.zeros_like(square)
-        for index in range(first, tl.minimum(first + per_group, partials)):
-            group += tl.load(partial_ptr + index * count * size + at, mask=mask, other=0.0)
-            group_square += tl.load(square_ptr + index * count + rows, mask=row_mask, other=0.0)
+        # Unrolled, so that the loads of a group are in flight together.
+        for index in tl.static_range(PER_GROUP):
+            mask = rows < tl.where(first + index < partials, count, 0)
+            group += tl.load(
+                partial_ptr + (first + index) * count * size + at,
+                mask=mask[:, None] & (cols[None, :] < size),
+                other=0.0,
+            )
+            group_square += tl.load(square_ptr + (first + index) * count + rows, mask=mask, other=0.0)
         proj += group
         square += group_square
     return proj, square
@@ -203,6 +219,17 @@ def store_parts(parts_ptr, value, rows, row_mask, cols, COLUMNS: tl.constexpr, G
 
 
 @triton.jit
+def store_interleaved_parts(parts_ptr, value, rows, row_mask, cols):
+    """Write ``value [rows, 32]`` as two bf16 parts, ``[T, 64]``: eight high, then the eight low of the same columns.
+
+    In the accumulator of a product with these columns as rows, both parts of one column are in one thread.
+    """
+    at = parts_ptr + rows[:, None] * 64 + (cols // 8 * 16 + cols % 8)[None, :]
+    tl.store(at, part(value, 0), mask=row_mask[:, None])
+    tl.store(at + 8, part(value, 1), mask=row_mask[:, None])
+
+
+@triton.jit
 def project_bwd_tile(
     x,
     parts_ptr,
@@ -223,17 +250,15 @@ def project_bwd_tile(
     g_x = tl.zeros(x.shape, tl.float32)
     g_w = tl.zeros((cols.shape[0], x.shape[1]), tl.float32)
     # Small products first: what is far below the sum adds up before it meets it.
-    for back in tl.static_range(G_PARTS):
-        i: tl.constexpr = G_PARTS - 1 - back
-        g = tl.load(at + i * COLUMNS, mask=row_mask[:, None], other=0.0)
+    for less in tl.static_range(G_PARTS):
+        g = tl.load(at + (G_PARTS - 1 - less) * COLUMNS, mask=row_mask[:, None], other=0.0)
         if NEEDS_X:
-            for j_back in tl.static_range(W_PARTS):
-                if i + W_PARTS - 1 - j_back < G_PARTS:
-                    g_x = dot_bf16(g, part(weight_tile, W_PARTS - 1 - j_back), g_x)
+            for j in tl.static_range(less + 1):
+                if less - j < W_PARTS:
+                    g_x = dot_bf16(g, part(weight_tile, less - j), g_x)
         if NEEDS_W:
-            for j_back in tl.static_range(X_PARTS):
-                if i + X_PARTS - 1 - j_back < 3:
-                    g_w = dot_bf16(tl.trans(g), part(x, X_PARTS - 1 - j_back), g_w)
+            for j in tl.static_range(X_PARTS):
+                g_w = dot_bf16(tl.trans(g), part(x, X_PARTS - 1 - j), g_w)
     if NEEDS_X:
         g_x += coefficient[:, None] * widen(x)
     return g_x, g_w

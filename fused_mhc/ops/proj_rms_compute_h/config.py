@@ -1,31 +1,38 @@
 """Tile sizes of the projection's Triton kernels.
 
-`LEAF`, `GROUP` and `CHUNK` fix the order of every sum and are part of the operation, not of its tuning: they depend
-on the shape of the weight alone. A tuned configuration changes only what leaves every bit as it is.
+`STEP`, `SLICE`, `GROUP`, `CHUNK`, `grad_tokens` and the tile of the mapping kernels fix the order of sums and are part
+of the operation. What a tuned configuration may change leaves every bit as it is.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = [
     "CHUNK",
     "GROUP",
-    "MAPPING_TOKENS",
+    "SHARE_TOKENS",
+    "SLICE",
+    "STEP",
     "ProjectionConfig",
     "candidates",
+    "chunks_per_program",
     "columns",
     "heuristic",
-    "leaf",
+    "slices_per_program",
     "valid",
 ]
 
-#: Elements of K that one program of a large batch walks; its leaves are added in order, then the groups are.
+#: Elements of K in one step: one tile of x and one of the weight in shared memory.
+STEP = 64
+#: Elements of K whose sum is the smallest that a program may leave behind.
+SLICE = 256
+#: Elements of K whose slices are added first, in order; the groups follow, in order.
 GROUP = 4096
 #: Tokens whose share of the weight's gradient is one partial sum.
 CHUNK = 1024
-#: Tokens of one program of the mapping kernels; the partial sums of the alphas and of the bias cover as many.
-MAPPING_TOKENS = 32
+#: Tokens whose share of the gradients of alphas and bias is one partial sum.
+SHARE_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -53,38 +60,43 @@ def columns(size: int) -> int:
     return min(128, max(16, 1 << (size - 1).bit_length()))
 
 
-def leaf(size: int) -> int:
-    """Elements of K that one accumulation on the tensor cores covers (they do not add exactly as fp32 does)."""
-    return 8192 // max(32, columns(size))
+def slices_per_program(token_tiles: int, groups: int) -> int:
+    """Slices of K in one program: a whole group, or one where few tokens leave most of the chip idle."""
+    return GROUP // SLICE if token_tiles * groups >= 128 else 1
+
+
+def chunks_per_program(width_tiles: int, chunks: int) -> int:
+    """Chunks of tokens in one program of the backward: as many as leave 128 programs, at most 4."""
+    return next((p for p in (4, 2) if width_tiles * -(-chunks // p) >= 128), 1)
 
 
 def heuristic(shape: tuple[int, int], arch: str) -> ProjectionConfig:
     """The configuration for a weight of this ``shape`` (N, K) on ``arch``."""
-    wide = columns(shape[0]) > 64
+    block = columns(shape[0])
+    small_memory = arch in ("sm_75", "sm_86", "sm_89", "sm_120", "sm_121")
+    grad_tokens, grad_width = (64, 128) if shape[0] <= 64 else (64, 64) if shape[0] <= 128 else (16, 32)
     return ProjectionConfig(
-        tokens=64,
-        num_warps=4,
-        num_stages=2 if arch in ("sm_86", "sm_89", "sm_120") else 3,
-        grad_tokens=64,
-        grad_width=64 if wide else 128,
-        grad_warps=8 if wide else 4,
-        grad_stages=2,
+        tokens=128 if block <= 64 else 64,
+        num_warps=8,
+        num_stages=2 if small_memory else 4 if block <= 32 else 3,
+        grad_tokens=grad_tokens,
+        grad_width=grad_width,
+        grad_warps=8,
+        grad_stages=1 if small_memory or shape[0] > 128 else 2,
     )
 
 
 def candidates(shape: tuple[int, int], arch: str) -> list[ProjectionConfig]:
-    """Configurations that give the same bits as the heuristic one: pipelining depth is all that may differ."""
+    """Configurations that give the same bits as the heuristic one: the pipelining depth is all that may differ."""
     base = heuristic(shape, arch)
-    found = [
-        ProjectionConfig(**{**base.__dict__, "num_stages": forward, "grad_stages": backward})
-        for forward in (2, 3, 4)
-        for backward in (1, 2, 3)
-    ]
-    return [c for c in found if valid(c, shape)]
+    found = [replace(base, num_stages=f, grad_stages=b) for f in (2, 3, 4) for b in (1, 2, 3)]
+    return [config for config in found if valid(config, shape)]
 
 
 def valid(config: ProjectionConfig, shape: tuple[int, int]) -> bool:
-    """Whether the staged tiles of a configuration fit in the shared memory of a current GPU (bf16 x)."""
-    step = leaf(shape[0]) * (2 * config.tokens + 4 * columns(shape[0]))
-    grad_step = config.grad_tokens * (2 * config.grad_width + 6 * columns(shape[0]))
-    return max(config.num_stages * step, config.grad_stages * grad_step) <= 224 * 1024
+    """Whether the staged tiles of a configuration fit in the shared memory of a data-centre GPU (bf16 x)."""
+    step = 2 * STEP * (config.tokens + 3 * columns(shape[0]))
+    padded = 1 << (max(16, shape[0]) - 1).bit_length()
+    grad_step = 2 * config.grad_tokens * (config.grad_width + 3 * padded)
+    grad = config.grad_stages * grad_step + 6 * padded * config.grad_width
+    return max(config.num_stages * step, grad) <= 224 * 1024

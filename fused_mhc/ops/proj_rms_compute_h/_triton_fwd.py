@@ -1,0 +1,195 @@
+"""The projection and the sum of squares of x in one read of it, in Triton.
+
+The weight is first split into bf16 parts, once. Then K is cut into slices and groups of slices: a large batch gives a
+program a whole group, a small one a single slice, and `collect_tile` adds what they left in one fixed order, so the
+bits of a token depend neither on T nor on its neighbours.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...device import device_info
+from .._triton_common import INTERPRETING, Launcher, alignment, flatten
+from . import config as tiles
+from ._triton_tiles import ORDER, PARTS, part, project_tile
+
+__all__ = ["project", "runs_gluon", "tma_rows"]
+
+
+@triton.jit(do_not_specialize=["width", "size", "part_width"])
+def split_weight_kernel(
+    weight_ptr,
+    parts_ptr,
+    width: tl.int64,
+    size: tl.int32,
+    part_width: tl.int64,
+    W_PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``parts [W_PARTS, rows, part_width]`` of ``weight [size, width]``, zeros where there is no weight."""
+    row = tl.program_id(1).to(tl.int64)
+    k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    end = tl.where(row < size, width, 0)
+    weight = tl.load(weight_ptr + row * width + k, mask=k < end, other=0.0)
+    for index in tl.static_range(W_PARTS):
+        at = (index * tl.num_programs(1) + row) * part_width + k
+        tl.store(parts_ptr + at, part(weight, index), mask=k < part_width)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "count",
+        "stride_x",
+        "width",
+        "size",
+        "part_stride",
+        "part_width",
+        "steps",
+        "per_program",
+    ]
+)
+def project_kernel(
+    x_ptr,
+    parts_ptr,
+    partial_ptr,
+    square_ptr,
+    count: tl.int64,
+    stride_x: tl.int64,
+    width: tl.int64,
+    size: tl.int64,
+    part_stride: tl.int64,
+    part_width: tl.int64,
+    steps: tl.int32,
+    per_program: tl.int32,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    RATIO: tl.constexpr,
+    X_PARTS: tl.constexpr,
+    W_PARTS: tl.constexpr,
+    ORDER: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    index, tile, block = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    rows = tile * TOKENS + tl.arange(0, TOKENS)
+    row_mask = rows < count
+    cols = block * COLUMNS + tl.arange(0, COLUMNS)
+    begin = index * per_program
+    proj, square = project_tile(
+        x_ptr,
+        parts_ptr,
+        rows,
+        row_mask,
+        cols,
+        stride_x,
+        width,
+        part_stride,
+        part_width,
+        begin,
+        tl.minimum(begin + per_program, steps),
+        STEP,
+        RATIO,
+        X_PARTS,
+        W_PARTS,
+        ORDER,
+        ALIGN,
+    )
+    at = (index * count + rows[:, None]) * size + cols[None, :]
+    tl.store(partial_ptr + at, proj, mask=row_mask[:, None] & (cols[None, :] < size))
+    if block == 0:
+        tl.store(square_ptr + index * count + rows, square, mask=row_mask)
+
+
+_split_weight = Launcher(split_weight_kernel)
+_project = Launcher(project_kernel)
+
+
+def runs_gluon(x: Tensor, size: int) -> bool:
+    """Whether the Hopper kernels take rows like those of ``x`` and N = ``size``. Never a question of T or of strides:
+    a token's bits depend on the answer."""
+    if INTERPRETING.value or x.dtype is not torch.bfloat16 or size > 32 or x.shape[-1] % 8:
+        return False
+    return device_info(x.device).arch == "sm_90"
+
+
+def tma_rows(x: Tensor) -> tuple[Tensor, int]:
+    """Like `flatten(x, 1)`, for TMA: rows that do not start at multiples of 16 bytes are copied."""
+    flat, stride = flatten(x, 1)
+    if flat.data_ptr() % 16 or stride % 8 or stride < x.shape[-1]:
+        return flat.clone(memory_format=torch.contiguous_format), x.shape[-1]
+    return flat, stride
+
+
+def project(x: Tensor, weight: Tensor, precision: str) -> tuple[Tensor, Tensor, int]:
+    """Partial sums of ``x @ weight.T`` and of the squares of x, of at least one token.
+
+    Args:
+        x: ``[..., K]``.
+        weight: ``[N, K]``.
+        precision: ``"fp32"`` or ``"tf32"``.
+
+    Returns:
+        fp32 ``[P, T, N]`` and ``[P, T]``, and how many of the P make a group (`collect_tile` adds them).
+    """
+    size, width = weight.shape
+    count = x.numel() // width
+    gluon = runs_gluon(x, size)
+    chosen = tiles.heuristic((size, width), device_info(x.device).arch)
+    block = 32 if gluon else tiles.columns(size)
+    blocks, steps = triton.cdiv(size, block), triton.cdiv(width, tiles.STEP)
+    order = ORDER[precision]
+    w_parts = min(PARTS[weight.dtype], order)
+    parts = torch.empty(w_parts, blocks * block, steps * tiles.STEP, dtype=torch.bfloat16, device=x.device)
+    part_width = parts.shape[2]
+    _split_weight(
+        (triton.cdiv(part_width, 1024), blocks * block),
+        (weight.contiguous(), parts, width, size, part_width),
+        (w_parts, 1024),
+        4,
+    )
+    token_tiles = triton.cdiv(count, 128 if gluon else chosen.tokens)
+    slices = tiles.slices_per_program(token_tiles, triton.cdiv(width, tiles.GROUP))
+    per_program = slices * (tiles.SLICE // tiles.STEP)
+    partials = triton.cdiv(steps, per_program)
+    partial = torch.empty(partials, count, size, dtype=torch.float32, device=x.device)
+    square = torch.empty(partials, count, dtype=torch.float32, device=x.device)
+    if gluon:
+        from . import _gluon
+
+        _gluon.project((partials, token_tiles), *tma_rows(x), parts, partial, square, per_program)
+    else:
+        flat, stride = flatten(x, 1)
+        _project(
+            (partials, token_tiles, blocks),
+            (
+                flat,
+                parts,
+                partial,
+                square,
+                count,
+                stride,
+                width,
+                size,
+                parts.stride(0),
+                part_width,
+                steps,
+                per_program,
+            ),
+            (
+                chosen.tokens,
+                block,
+                tiles.STEP,
+                tiles.SLICE // tiles.STEP,
+                PARTS[x.dtype],
+                w_parts,
+                order,
+                alignment(stride, width),
+            ),
+            chosen.num_warps,
+            chosen.num_stages,
+        )
+    return partial, square, tiles.GROUP // tiles.SLICE // slices

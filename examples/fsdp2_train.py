@@ -9,6 +9,7 @@ Runs on CPUs (gloo) as on GPUs (NCCL). What is special to hyper-connections are 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import warnings
 
@@ -80,26 +81,12 @@ def batch(rank: int, step: int, device: torch.device, size: int = 8, length: int
     return ((start + torch.arange(length)) % VOCABULARY).to(device)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--depth", type=int, default=2)
-    arguments = parser.parse_args()
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    # The streams leave a mapping as they came, which FSDP notes as a view; nothing here writes to them in place.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+def train(width: int, depth: int, steps: int, device: torch.device) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     check_ranks_agree(device=device)
 
     torch.manual_seed(0)
-    model = Model(arguments.width, arguments.depth).to(device)
+    model = Model(width, depth).to(device)
     mesh = init_device_mesh(device.type, (ranks,))
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -110,14 +97,14 @@ def main() -> None:
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for step in range(arguments.steps):
+    for step in range(steps):
         ids = batch(rank, step, device)
         logits = model(ids[:, :-1])
         loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if step % 10 == 0 or step == arguments.steps - 1:
+        if step % 10 == 0 or step == steps - 1:
             dist.all_reduce(loss.detach(), op=dist.ReduceOp.SUM)
             if rank == 0:
                 print(f"step {step:3d}  loss {loss.item() / ranks:.4f}")
@@ -125,6 +112,26 @@ def main() -> None:
         print(
             f"mapping parameters: {model.blocks[0].mlp_hc.weight.dtype}, logits: {logits.dtype}, {ranks} ranks"
         )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--depth", type=int, default=2)
+    arguments = parser.parse_args()
+    # The streams leave a mapping as they came, which FSDP notes as a view; nothing here writes to them in place.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    train(arguments.width, arguments.depth, arguments.steps, device)
+    gc.collect()  # a sharded model holds its process groups; they end before the interpreter does
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -288,6 +288,27 @@ def test_a_token_alone_and_among_others(name: str, dtype: torch.dtype, device: s
                 assert_bit_equal(value, expected, result)
 
 
+@pytest.mark.parametrize("name", list(BEHIND_PRODUCT))
+def test_batch_invariance_behind_an_exact_product(name: str, device: str) -> None:
+    """Small whole numbers have one product, whatever the order of its sum: then all that follows is bit-equal too."""
+    op, among, alone = CATALOGUE[name], Shape((37,), 4, 8), Shape((1,), 4, 8)
+    made = make_tensors(name, among, torch.float32, device=device)
+    tensors = {
+        k: None if t is None else (2.0 * t).round() if t.shape[-1] in (8, among.width) else t
+        for k, t in made.items()
+    }
+    if name == "mega_mhc":  # whole numbers stay whole through step 1
+        tensors["previous_residual_mix"] = torch.eye(4, device=device).expand(37, 4, 4).contiguous()
+        tensors["previous_post_mix"] = torch.ones(37, 4, device=device)
+    weight = "weight" if "weight" in tensors else "phi"
+    tensors[weight] = (8.0 * made[weight]).round()  # type: ignore[operator]
+    together = call(op, tensors, among, False)
+    for token in (0, 17, 36):
+        one = {k: t if t is None or k in op.shared else t[token : token + 1] for k, t in tensors.items()}
+        for result, value in call(op, one, alone, False).items():
+            assert_bit_equal(value, together[result][token : token + 1], result)
+
+
 class _Calls(TorchDispatchMode):
     """The custom ops that run inside, and their arguments."""
 

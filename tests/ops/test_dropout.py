@@ -58,6 +58,16 @@ def test_mask(seed: int, device: str) -> None:
         assert torch.equal(mask.flatten(), dropout_mask(mask.numel(), 0.3, seed)), shape
 
 
+@pytest.mark.parametrize("element", range(6))
+def test_a_uniform_equal_to_p_is_kept(element: int, device: str) -> None:
+    """Kept where ``word * 2^-32 >= p`` in fp32: p is set to exactly what this element draws."""
+    word = philox_4x32_10((element // 4, 0, 0, 0), (9, 0))[element % 4]
+    uniform = float(torch.tensor(word, dtype=torch.int64).float() * 2.0**-32)
+    assert bool(kept((1, 2, 4), uniform, 9, device).flatten()[element])
+    above = float(torch.nextafter(torch.tensor(uniform), torch.tensor(1.0)))
+    assert not bool(kept((1, 2, 4), above, 9, device).flatten()[element])
+
+
 def test_seed_as_a_tensor(device: str) -> None:
     for seed in SEEDS:
         tensor = torch.tensor(seed, dtype=torch.int64, device=device)

@@ -7,42 +7,41 @@ import torch
 
 from fused_mhc import fused_h_aggregate, fused_proj_rms_compute_h
 from fused_mhc.ops import _native
-from fused_mhc.testing.compare import assert_bit_equal, difference, evaluate, factor, oracle
-from fused_mhc.testing.inputs import CATALOGUE, Shape, make_cotangents, make_tensors
+from fused_mhc.testing.compare import Evaluation, assert_bit_equal, difference, evaluate, factor, oracle
+from fused_mhc.testing.inputs import CATALOGUE, Mode, Operation, Shape, make_cotangents, make_tensors
 from fused_mhc.testing.verify import stored_residual
 
 
-def call_with_chunks(
-    monkeypatch: pytest.MonkeyPatch, name: str, shape: Shape, elements: int | None
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor | None]]:
-    op = CATALOGUE[name]
-    if elements is not None:
-        monkeypatch.setattr(_native, "CHUNK_ELEMENTS", elements)
-    options = op.options(op.modes[0], shape)
-    tensors = make_tensors(name, shape, torch.float32)
+def call(op: Operation, mode: Mode, shape: Shape) -> Evaluation:
+    options = op.options(mode, shape)
+    tensors = make_tensors(op.name, shape, torch.float32, mode=mode)
     results = evaluate(op.function, op.results, tensors, options).results
-    found = evaluate(op.function, op.results, tensors, options, make_cotangents(results))
-    return found.results, found.gradients
+    return evaluate(op.function, op.results, tensors, options, make_cotangents(results))
 
 
-@pytest.mark.parametrize("name", list(CATALOGUE))
-def test_chunks_of_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(name, mode, id=f"{name}[{mode.label}]")
+        for name, op in CATALOGUE.items()
+        for mode in op.modes
+    ],
+)
+def test_chunks_of_tokens(name: str, mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small chunks with a short last one: every token is written, and all of it is right."""
-    shape = Shape((11,), 3, 8)
-    op = CATALOGUE[name]
-    whole_results, _ = call_with_chunks(monkeypatch, name, shape, None)
-    results, gradients = call_with_chunks(monkeypatch, name, shape, 4 * shape.width)
-    tensors = make_tensors(name, shape, torch.float32)
-    options = op.options(op.modes[0], shape)
-    expected = oracle(
-        op, shape, tensors, options, make_cotangents(results), stored_residual(op, tensors, shape, results)
-    )
-    for key, value in results.items():
+    op, shape = CATALOGUE[name], Shape((11,), 3, 8)
+    whole = call(op, mode, shape)
+    monkeypatch.setattr(_native, "CHUNK_ELEMENTS", 4 * shape.width)
+    parts = call(op, mode, shape)
+    tensors, options = make_tensors(name, shape, torch.float32, mode=mode), op.options(mode, shape)
+    rounded = stored_residual(op, tensors, shape, parts.results)
+    expected = oracle(op, shape, tensors, options, make_cotangents(parts.results), rounded)
+    for key, value in parts.results.items():
         if not op.normalises:
-            assert_bit_equal(value, whole_results[key], key)
+            assert_bit_equal(value, whole.results[key], key)
         bound = factor(op, key, shape, options, False)
         assert difference(value, expected.exact.results[key], expected.scales.results[key], bound).ok, key
-    for key, gradient in gradients.items():
+    for key, gradient in parts.gradients.items():
         exact, scale = expected.exact.gradients[key], expected.scales.gradients[key]
         assert gradient is not None
         assert exact is not None

@@ -18,6 +18,10 @@ from ..errors import BackendError, InputError, ScheduleError
 from .bench import bench_command
 from .demo import demo_command
 from .doctor import doctor_command
+from .plan import plan_command
+from .trace import trace_command
+from .plan import plan_command
+from .trace import trace_command
 from .verify import verify_command
 
 __all__ = ["app", "main"]
@@ -65,7 +69,11 @@ def _root(
 app.command("doctor")(doctor_command)
 app.command("verify")(verify_command)
 app.command("bench")(bench_command)
+app.command("plan")(plan_command)
+app.command("trace")(trace_command)
 app.command("demo")(demo_command)
+app.command("plan")(plan_command)
+app.command("trace")(trace_command)
 
 
 def main() -> None:

@@ -303,7 +303,7 @@ def test_batch_invariance_behind_an_exact_product(name: str, device: str) -> Non
     weight = "weight" if "weight" in tensors else "phi"
     tensors[weight] = (8.0 * made[weight]).round()  # type: ignore[operator]
     together = call(op, tensors, among, False)
-    for token in (0, 17, 36):
+    for token in range(37):
         one = {k: t if t is None or k in op.shared else t[token : token + 1] for k, t in tensors.items()}
         for result, value in call(op, one, alone, False).items():
             assert_bit_equal(value, together[result][token : token + 1], result)

@@ -19,13 +19,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._triton_common import Launcher, alignment, flatten, store, widen
+from ...device import device_info
+from .._triton_common import INTERPRETING, Launcher, alignment, flatten, store, widen
 from ..proj_rms_compute_h._triton_bwd import add_shares, g_parts
 from ..proj_rms_compute_h._triton_tiles import (
     PARTS,
     alpha_columns,
     load_columns,
     mapping_bwd_tile,
+    store_interleaved_parts,
     store_parts,
 )
 from ..sinkhorn._triton import sinkhorn_bwd_tile, sinkhorn_load_tile, sinkhorn_store_tile
@@ -83,6 +85,7 @@ def mixes_bwd_kernel(
     ITERATIONS: tl.constexpr,
     SEGMENT: tl.constexpr,
     G_PARTS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):
     """``logits_ptr``: scratch for the gradient of Sinkhorn's logits, ``[T, n*n]``."""
     N: tl.constexpr = n * n + 2 * n
@@ -109,7 +112,10 @@ def mixes_bwd_kernel(
     factor = tl.where(cols < n, 1.0, tl.where(cols < 2 * n, 2.0, 0.0))
     one = tl.zeros_like(u) + 1.0
     g_scaled, g_u, g_h, alpha_terms = mapping_bwd_tile(g_mix, factor[None, :], scaled, one, alpha, bias)
-    store_parts(parts_ptr, g_scaled * u[:, None], rows, row_mask, cols, COLUMNS, G_PARTS)
+    if INTERLEAVED:
+        store_interleaved_parts(parts_ptr, g_scaled * u[:, None], rows, row_mask, cols)
+    else:
+        store_parts(parts_ptr, g_scaled * u[:, None], rows, row_mask, cols, COLUMNS, G_PARTS)
     tl.store(coefficient_ptr + rows, -(u * u / (n * C)) * g_u, mask=row_mask)
     share = share_ptr + tile * (2 * COLUMNS) + cols
     tl.store(share, tl.sum(alpha_terms, axis=0))
@@ -500,8 +506,9 @@ def _zeros(inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tenso
 
 
 class _Through(NamedTuple):
-    """What the mixes leave for the gradient of the new streams: bf16 parts ``[T, G_PARTS, COLUMNS]`` of that of the raw
-    projection, factors ``[T]``, and the shares of g_alpha and g_bias ``[tiles, 2, COLUMNS]``."""
+    """What the mixes leave for the gradient of the new streams: bf16 parts of that of the raw projection, ``[T, G_PARTS,
+    COLUMNS]`` or interleaved ``[T, 64]``, factors ``[T]``, and the shares of g_alpha and g_bias ``[tiles, 2, COLUMNS]``.
+    """
 
     parts: Tensor
     coefficient: Tensor
@@ -519,11 +526,13 @@ def _mixes_gradients(
     dtype: torch.dtype,
     hc_eps: float,
     num_iters: int,
+    interleaved: bool = False,
 ) -> _Through | None:
     """Step 1; None when no mix has a gradient."""
     if all(g is None for g in grads):
         return None
-    count, device, columns = u.numel(), u.device, tiles.columns(n)
+    count, device = u.numel(), u.device
+    columns = 32 if interleaved else tiles.columns(n)
     mapping_tiles = triton.cdiv(count, tiles.MAPPING_TOKENS)
     rows = [
         (None, 0) if g is None else flatten(g, trailing, dense=True)
@@ -532,7 +541,8 @@ def _mixes_gradients(
     logits = None
     if grads[2] is not None:
         logits = torch.empty(count, n * n, dtype=torch.float32, device=device)
-    parts = torch.empty(count, g_parts(dtype), columns, dtype=torch.bfloat16, device=device)
+    shape = (count, 64) if interleaved else (count, g_parts(dtype), columns)
+    parts = torch.empty(shape, dtype=torch.bfloat16, device=device)
     coefficient = torch.empty(count, dtype=torch.float32, device=device)
     shares = torch.empty(mapping_tiles, 2, columns, dtype=torch.float32, device=device)
     _mixes_bwd(
@@ -558,7 +568,8 @@ def _mixes_gradients(
             tiles.MAPPING_TOKENS,
             num_iters,
             sinkhorn_heuristic(n, False).segment,
-            parts.shape[1],
+            g_parts(dtype),
+            interleaved,
         ),
         1,
     )
@@ -695,6 +706,82 @@ def _site_gradients(
     ]
 
 
+def _runs_gluon(
+    tensors: Sequence[Tensor | None],
+    mix_grads: Sequence[Tensor | None],
+    n: int,
+    width: int,
+    needs: Sequence[bool],
+) -> bool:
+    """Whether the Hopper kernels make these gradients: ``tensors`` are the streams, the output and the gradients of the
+    new streams and of the block input, all of which they take in bf16. Never a question of T or of strides: the bits of
+    a token depend on the answer."""
+    if INTERPRETING.value or n > 4 or width % 64 or not needs[5] or not any(needs[:5]):
+        return False
+    if any(t is None or t.dtype is not torch.bfloat16 for t in tensors) or all(g is None for g in mix_grads):
+        return False
+    return device_info(tensors[0].device).arch == "sm_90"  # type: ignore[union-attr]
+
+
+def _site_gradients_gluon(
+    output: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor | None,
+    state: State,
+    new_residual: Tensor,
+    g_new: Tensor,
+    g_block: Tensor,
+    rstd: Tensor,
+    through: _Through,
+    phi: Tensor,
+    outs: Sequence[Tensor | None],
+    need_norm_weight: bool,
+) -> list[Tensor | None]:
+    """`_site_gradients` by the Hopper kernels."""
+    from . import _gluon
+
+    width, device, count = phi.shape[1] // new_residual.shape[-2], phi.device, rstd.numel()
+    chunks = triton.cdiv(count, tiles.CHUNK)
+    scale = None if norm_weight is None else norm_weight.contiguous()
+    mean = torch.empty(width // 64, count, dtype=torch.float32, device=device)
+    phi_shares = torch.empty(chunks, *phi.shape, dtype=torch.float32, device=device)
+    weight_shares = None
+    if need_norm_weight:
+        weight_shares = torch.empty(chunks, width, dtype=torch.float32, device=device)
+    pre, post, mixing = (t for t in (state.pre, state.post, state.mixing) if t is not None)
+    _gluon.norm_bwd(
+        new_residual,
+        g_block,
+        through.parts,
+        pre,
+        state.narrow[0],
+        rstd,
+        scale,
+        mean,
+        phi_shares,
+        weight_shares,
+    )
+    _gluon.state_bwd(
+        output,
+        residual,
+        (pre, post, mixing),
+        state.narrow,
+        phi,
+        scale,
+        g_new,
+        g_block,
+        rstd,
+        mean,
+        through.parts,
+        through.coefficient,
+        outs,
+    )
+    g_norm_weight = None
+    if weight_shares is not None and norm_weight is not None:
+        g_norm_weight = add_shares(weight_shares, norm_weight)
+    return [add_shares(phi_shares, phi), g_norm_weight]
+
+
 def _empty(inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
     return [
         torch.empty(t.shape, dtype=t.dtype, device=t.device) if t is not None and need else None
@@ -720,7 +807,8 @@ def _small_gradients(
     if through is None or not any(needs):
         return [None, None]
     found = _empty((alpha, bias), needs)
-    _add_mixes_shares((1,), (through.shares, *found, through.shares.shape[0]), (n, tiles.columns(n), 16), 4)
+    shares, _, columns = through.shares.shape
+    _add_mixes_shares((1,), (through.shares, *found, shares), (n, columns, 16), 4)
     return found
 
 
@@ -764,26 +852,47 @@ def mega_mhc_bwd(
         return _zeros(inputs, needs)
     n, width = residual.shape[-2:]
     state = read_state(*state_inputs)
-    new, stride_new = flatten(new_residual, 2)
-    streams = State(new, None, None, None, None, (0, stride_new, new.stride(-2)))
+    wide = (residual, previous_output, g_new_residual, g_block_input)
+    mix_grads = (g_pre, g_post, g_res)
+    gluon = _runs_gluon(wide, mix_grads, n, width, needs)
     through = _mixes_gradients(
-        (g_pre, g_post, g_res), alpha, bias, proj, u, n, width, residual.dtype, hc_eps, num_iters
+        mix_grads, alpha, bias, proj, u, n, width, residual.dtype, hc_eps, num_iters, gluon
     )
     outs = _empty(state_inputs, needs[:5])
-    g_phi, g_norm_weight = _site_gradients(
-        state,
-        streams,
-        n,
-        g_new_residual,
-        g_block_input,
-        norm_weight,
-        rstd,
-        through,
-        phi,
-        outs,
-        needs[5],
-        needs[8],
-    )
+    if gluon:
+        assert g_new_residual is not None
+        assert g_block_input is not None
+        assert through is not None
+        g_phi, g_norm_weight = _site_gradients_gluon(
+            previous_output,
+            residual,
+            norm_weight,
+            state,
+            new_residual,
+            g_new_residual,
+            g_block_input,
+            rstd,
+            through,
+            phi,
+            outs,
+            needs[8],
+        )
+    else:
+        new, stride_new = flatten(new_residual, 2)
+        g_phi, g_norm_weight = _site_gradients(
+            state,
+            State(new, None, None, None, None, (0, stride_new, new.stride(-2))),
+            n,
+            g_new_residual,
+            g_block_input,
+            norm_weight,
+            rstd,
+            through,
+            phi,
+            outs,
+            needs[5],
+            needs[8],
+        )
     small = _small_gradients(through, alpha, bias, n, needs[6:8])
     return _needed((*outs, g_phi, *small, g_norm_weight), inputs, needs)
 

@@ -183,8 +183,7 @@ def project_site_tile(
     leaf_square = square
     x_rows = new_ptr + rows[:, None] * K
     w_cols = cols[None, :] * K
-    end = tl.minimum(end, (K + STEP * RATIO - 1) // (STEP * RATIO))
-    for step in range(begin * RATIO, end * RATIO):
+    for step in range(begin * RATIO, tl.minimum(end * RATIO, (K + STEP - 1) // STEP)):
         k = step * STEP + tl.arange(0, STEP)
         x_mask = row_mask[:, None]
         w_mask = cols[None, :] < N
@@ -201,6 +200,8 @@ def project_site_tile(
         square = tl.where(last, square + leaf_square, square)
         leaf = tl.where(last, 0.0, leaf)
         leaf_square = tl.where(last, 0.0, leaf_square)
+    proj += leaf
+    square += leaf_square
     tl.store(
         partial_ptr + rows[:, None] * N + cols[None, :], proj, mask=row_mask[:, None] & (cols[None, :] < N)
     )

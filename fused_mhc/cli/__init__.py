@@ -20,8 +20,6 @@ from .demo import demo_command
 from .doctor import doctor_command
 from .plan import plan_command
 from .trace import trace_command
-from .plan import plan_command
-from .trace import trace_command
 from .verify import verify_command
 
 __all__ = ["app", "main"]
@@ -72,8 +70,6 @@ app.command("bench")(bench_command)
 app.command("plan")(plan_command)
 app.command("trace")(trace_command)
 app.command("demo")(demo_command)
-app.command("plan")(plan_command)
-app.command("trace")(trace_command)
 
 
 def main() -> None:

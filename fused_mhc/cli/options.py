@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import InputError
@@ -10,7 +12,7 @@ from ..errors import InputError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["check_names", "chosen_device"]
+__all__ = ["check_names", "chosen_device", "make_folder"]
 
 
 def chosen_device(name: str) -> torch.device:
@@ -42,3 +44,19 @@ def check_names(option: str, names: Sequence[str] | None, known: Sequence[str]) 
     for name in names or ():
         if name not in known:
             raise InputError(f"{option}: expected one of {', '.join(known)}, got {name!r}")
+
+
+def make_folder(option: str, folder: Path) -> None:
+    """Make ``folder`` if it is not there, and see that it can be written.
+
+    Raises:
+        InputError: it cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"{option}: expected a folder that can be written, got {str(folder)!r} ({error})"
+        ) from error

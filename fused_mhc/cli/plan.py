@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import InputError
+from .options import make_folder
 
 __all__ = ["plan_command", "split_workers", "write_pictures"]
 
@@ -55,14 +56,20 @@ def plan_command(
         bool, typer.Option("--propose/--no-propose", help="Search token tiles and waves for a faster plan.")
     ] = True,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for dag.svg, gantt.png, trace.json (Perfetto) and program.json."),
-    ] = None,
+        Path, typer.Option(help="Folder for dag.svg, gantt.png, trace.json (Perfetto) and program.json.")
+    ] = Path("plan"),
+    pictures: Annotated[
+        bool, typer.Option("--pictures/--no-pictures", help="Whether to write that folder.")
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
     """Stages, tasks, events and critical path of a boundary's task graph, by the cost model of an H200."""
     from ..scheduler.plan import make_plan, search, summary
+    from ..testing.plot import check_matplotlib
 
+    if pictures:
+        check_matplotlib("--pictures")
+        make_folder("--out", out)
     counts = split_workers(workers, cube_workers, vector_workers)
     plan = make_plan(graph, direction, tokens, hidden, streams, token_tile=token_tile, **counts)
     best = search(graph, direction, tokens, hidden, streams, **counts)[0] if propose else None
@@ -70,7 +77,7 @@ def plan_command(
     if best is not None:
         gain = 1.0 - best.simulation.makespan / plan.simulation.makespan
         document["proposal"] = {"options": best.options, "gain": round(gain, 3), **summary(best)}
-    files = write_pictures(plan, out) if out is not None else []
+    files = write_pictures(plan, out) if pictures else []
     if as_json:
         typer.echo(json.dumps({**document, "files": [str(file) for file in files]}, indent=2))
         return
@@ -82,7 +89,6 @@ def write_pictures(plan: Any, folder: Path) -> list[Path]:
     from ..profiler import draw_gantt, export_chrome_trace, of_simulation
     from ..scheduler.plan import dag_svg
 
-    folder.mkdir(parents=True, exist_ok=True)
     dag, gantt, trace, program = (
         folder / name for name in ("dag.svg", "gantt.png", "trace.json", "program.json")
     )
@@ -138,8 +144,10 @@ def _print(plan: Any, document: dict[str, Any], files: list[Path]) -> None:
             for name, value in proposal["options"].items()
             if value is not None and not name.endswith("workers")
         )
+        gain = f"{proposal['gain']:.0%} less" if proposal["gain"] > 0 else "no faster"
         console.print(
-            f"proposal: {chosen}: {proposal['makespan_us']} us, {proposal['gain']:.0%} less", highlight=False
+            f"proposal: {chosen}: {proposal['makespan_us']} us ({gain}), {proposal['dram_units']} units",
+            highlight=False,
         )
     for file in files:
         console.print(f"wrote {file}", highlight=False)

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..errors import BackendError, InputError
+from ..errors import InputError
+from .options import chosen_device, make_folder
 
 __all__ = ["trace_command"]
 
@@ -17,7 +18,9 @@ def trace_command(
     tokens: Annotated[int, typer.Option(help="Tokens T.")] = 256,
     hidden: Annotated[int, typer.Option(help="Hidden size C of one stream.")] = 512,
     streams: Annotated[int, typer.Option(help="Streams n, 1 to 8.")] = 4,
-    device: Annotated[str, typer.Option(help="cpu, or cuda for the persistent megakernel.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="cpu (the CPU executor), cuda or cuda:1 (the persistent megakernel), auto.")
+    ] = "cpu",
     out: Annotated[
         Path, typer.Option(help="Folder for trace.json (Perfetto) and a Gantt picture a direction.")
     ] = Path("trace"),
@@ -31,12 +34,9 @@ def trace_command(
     from ..ops.mega_mhc import mega_mhc
     from ..profiler import draw_gantt, export_chrome_trace, profile
     from ..runtime import last_launch
+    from ..testing.plot import check_matplotlib
 
-    kind = torch.device(device).type if device in ("cpu", "cuda") or device.startswith("cuda:") else None
-    if kind is None:
-        raise InputError(f"--device: expected cpu or cuda, got {device!r}")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise BackendError("--device cuda: expected a CUDA device, got none")
+    where = chosen_device(device)
     for name, value in (("--tokens", tokens), ("--hidden", hidden), ("--streams", streams)):
         if value <= 0:
             raise InputError(f"{name} must be positive, got {value}")
@@ -56,8 +56,9 @@ def trace_command(
     values = [torch.randn(shape, generator=generator) for shape in shapes]
     values[5] *= 0.01
     values[:2] = [value.bfloat16() for value in values[:2]]
-    tensors = [value.to(device).requires_grad_() for value in values]
-    out.mkdir(parents=True, exist_ok=True)
+    tensors = [value.to(where).requires_grad_() for value in values]
+    check_matplotlib("--out")
+    make_folder("--out", out)
     with profile(capacity=65_536) as session:
         results = mega_mhc(*tensors, schedule="mega")
         torch.autograd.backward(results, [torch.ones_like(result) for result in results])

@@ -6,7 +6,6 @@ The heavy imports (torch, matplotlib) happen when the command runs.
 from __future__ import annotations
 
 import importlib.util
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +17,7 @@ from rich.table import Table
 
 from ... import __version__
 from ...errors import BackendError, InputError
-from ..options import chosen_device
+from ..options import chosen_device, make_folder
 
 if TYPE_CHECKING:
     import torch
@@ -40,17 +39,6 @@ def _check_backends(device: torch.device) -> None:
     for row in backend_status(device=device):
         if row.chosen == "none":
             raise BackendError(f"no backend runs {row}")
-
-
-def _make_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise InputError(
-            f"--out: expected a folder that can be written, got {str(out)!r} ({error})"
-        ) from error
 
 
 def demo_command(
@@ -86,7 +74,7 @@ def demo_command(
     where = chosen_device(device)
     _check_backends(where)
     corpus = load_corpus()
-    _make_folder(out)
+    make_folder("--out", out)
 
     settings = Settings(steps=steps, device=where, streams=streams, hidden=hidden, seed=seed)
     console = Console()

@@ -33,7 +33,8 @@ __all__ = [
     "cast",
     "dot_bf16",
     "flatten",
-    "lane_sum",
+    "lane_dots",
+    "lane_zeros",
     "load_columns",
     "load_scalars",
     "load_streams",
@@ -41,6 +42,7 @@ __all__ = [
     "sigmoid",
     "store",
     "store_columns",
+    "unpack",
     "widen",
 ]
 
@@ -148,9 +150,47 @@ def store_columns(pointer, columns, value, C: tl.constexpr, FULL: tl.constexpr):
 
 
 @triton.jit
-def lane_sum(v, VECTOR: tl.constexpr):
-    """Sums of VECTOR neighbours: what one lane has loaded, so no lane waits for another."""
-    return tl.sum(tl.reshape(v, (v.shape[0] // VECTOR, VECTOR)), 1)
+def unpack(tile, COUNT: tl.constexpr):
+    """The COUNT columns of ``[rows, COUNT]`` (COUNT a power of two) as vectors, in order."""
+    if COUNT == 1:
+        return (tl.reshape(tile, (tile.shape[0],)),)
+    else:
+        even, odd = tl.split(tl.reshape(tile, (tile.shape[0], COUNT // 2, 2)))
+        evens = unpack(even, COUNT // 2)
+        odds = unpack(odd, COUNT // 2)
+        columns = ()
+        for k in tl.static_range(COUNT // 2):
+            columns = columns + (evens[k], odds[k])
+        return columns
+
+
+@triton.jit
+def lane_dots(sums, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, VECTOR: tl.constexpr):
+    """Add the products of all pairs of left and right vectors to the lanes' sums (pair (i, j) at ``i*RIGHT + j``). A
+    lane adds the VECTOR neighbours that it has loaded, one after the other, so no lane waits for another."""
+    lefts = ()
+    for i in tl.static_range(LEFT):
+        lefts = lefts + unpack(tl.reshape(left[i], (left[i].shape[0] // VECTOR, VECTOR)), VECTOR)
+    rights = ()
+    for j in tl.static_range(RIGHT):
+        rights = rights + unpack(tl.reshape(right[j], (right[j].shape[0] // VECTOR, VECTOR)), VECTOR)
+    added = ()
+    for i in tl.static_range(LEFT):
+        for j in tl.static_range(RIGHT):
+            total = sums[i * RIGHT + j]
+            for k in tl.static_range(VECTOR):
+                total = tl.fma(widen(lefts[i * VECTOR + k]), widen(rights[j * VECTOR + k]), total)
+            added = added + (total,)
+    return added
+
+
+@triton.jit
+def lane_zeros(COUNT: tl.constexpr, LANES: tl.constexpr):
+    """COUNT vectors of fp32 zeros."""
+    zeros = ()
+    for _ in tl.static_range(COUNT):
+        zeros = zeros + (tl.zeros((LANES,), tl.float32),)
+    return zeros
 
 
 @triton.jit

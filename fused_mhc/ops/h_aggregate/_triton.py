@@ -1,7 +1,7 @@
 """Weighted sum of the streams in Triton: every stream is read once, in both directions.
 
-The forward is elementwise along C, so its tiles are free. In the backward one program owns a token and finishes its
-dot products itself: lanes sum what they load, group by group in order, and the lanes' sums meet once at the end.
+One program owns a token, with all loads of a group of columns on their way before the first store. In the backward it
+finishes its dot products itself: lanes sum what they load, in order, and the lanes' sums meet once at the end.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from .._triton_common import (
     alignment,
     block_sums,
     flatten,
-    lane_sum,
+    lane_dots,
+    lane_zeros,
     load_columns,
     load_scalars,
     load_streams,
+    store,
     store_columns,
     widen,
 )
-from .config import bwd_heuristic, fwd_heuristic
+from .config import heuristic
 
-__all__ = ["aggregate_bwd_tile", "aggregate_tile", "h_aggregate_bwd", "h_aggregate_fwd"]
+__all__ = ["aggregate_tile", "h_aggregate_bwd", "h_aggregate_fwd"]
 
 
 @triton.jit
@@ -37,32 +39,6 @@ def aggregate_tile(streams, weights, n: tl.constexpr):
     for i in tl.static_range(1, n):
         total = total + weights[i] * widen(streams[i])
     return total
-
-
-@triton.jit
-def aggregate_bwd_tile(
-    grad,
-    streams,
-    weights,
-    dots,
-    g_x_row,
-    columns,
-    n: tl.constexpr,
-    C: tl.constexpr,
-    FULL: tl.constexpr,
-    VECTOR: tl.constexpr,
-    WRITE: tl.constexpr,
-    DOT: tl.constexpr,
-):
-    """One group of columns: writes ``g_x[i] = weights[i]*grad`` and adds ``<grad, streams[i]>`` to the lanes' dots."""
-    g = widen(grad)
-    sums = ()
-    for i in tl.static_range(n):
-        if WRITE:
-            store_columns(g_x_row + i * C, columns, weights[i] * g, C, FULL)
-        if DOT:
-            sums = sums + (dots[i] + lane_sum(g * widen(streams[i]), VECTOR),)
-    return sums
 
 
 @triton.jit(do_not_specialize=["x_stride", "x_stream_stride", "h_stride"])
@@ -76,15 +52,22 @@ def h_aggregate_fwd_kernel(
     n: tl.constexpr,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
+    FULL: tl.constexpr = C % (BLOCK * GROUP) == 0
     token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    FULL: tl.constexpr = C % BLOCK == 0
+    x_row = x_ptr + token * (x_stride * ALIGN)
     weights = load_scalars(h_ptr + token * h_stride, n)
-    row = x_ptr + token * (x_stride * ALIGN)
-    streams = load_streams(row, x_stream_stride * ALIGN, columns, n, C, FULL)
-    store_columns(out_ptr + token * C, columns, aggregate_tile(streams, weights, n), C, FULL)
+    for start in range(0, C, BLOCK * GROUP):
+        streams = ()
+        for k in tl.static_range(GROUP):
+            columns = start + k * BLOCK + tl.arange(0, BLOCK)
+            streams = streams + load_streams(x_row, x_stream_stride * ALIGN, columns, n, C, FULL)
+        for k in tl.static_range(GROUP):
+            columns = start + k * BLOCK + tl.arange(0, BLOCK)
+            value = aggregate_tile(streams[k * n : k * n + n], weights, n)
+            store_columns(out_ptr + token * C, columns, value, C, FULL)
 
 
 @triton.jit(do_not_specialize=["grad_stride", "x_stride", "x_stream_stride", "h_stride"])
@@ -106,44 +89,30 @@ def h_aggregate_bwd_kernel(
     ALIGN: tl.constexpr,
 ):
     WRITE: tl.constexpr = g_x_ptr is not None
-    DOT: tl.constexpr = g_h_ptr is not None
+    DOTS: tl.constexpr = n if g_h_ptr is not None else 0
     FULL: tl.constexpr = C % (BLOCK * GROUP) == 0
     token = tl.program_id(0).to(tl.int64)
     grad_row = grad_ptr + token * (grad_stride * ALIGN)
     x_row = x_ptr + token * (x_stride * ALIGN)
-    weights = load_scalars(h_ptr + token * h_stride, n)
-    dots = ()
-    for i in tl.static_range(n):
-        dots = dots + (tl.zeros((BLOCK // VECTOR,), tl.float32),)
+    weights = load_scalars(h_ptr + token * h_stride, n if WRITE else 0)
+    sums = lane_zeros(DOTS, BLOCK // VECTOR)
     for start in range(0, C, BLOCK * GROUP):
         grads = ()
         streams = ()
         for k in tl.static_range(GROUP):
             columns = start + k * BLOCK + tl.arange(0, BLOCK)
             grads = grads + (load_columns(grad_row, columns, C, FULL),)
-            if DOT:
-                streams = streams + load_streams(x_row, x_stream_stride * ALIGN, columns, n, C, FULL)
+            streams = streams + load_streams(x_row, x_stream_stride * ALIGN, columns, DOTS, C, FULL)
         for k in tl.static_range(GROUP):
-            sums = aggregate_bwd_tile(
-                grads[k],
-                streams[k * n : k * n + n],
-                weights,
-                dots,
-                g_x_ptr + token * (n * C) if WRITE else None,
-                start + k * BLOCK + tl.arange(0, BLOCK),
-                n,
-                C,
-                FULL,
-                VECTOR,
-                WRITE,
-                DOT,
-            )
-            if DOT:
-                dots = sums
-    if DOT:
-        totals = block_sums(dots, n)
-        for i in tl.static_range(n):
-            store_columns(g_h_ptr + token * n, i, totals[i], n, True)
+            columns = start + k * BLOCK + tl.arange(0, BLOCK)
+            if WRITE:
+                for i in tl.static_range(n):
+                    g_x_row = g_x_ptr + (token * n + i) * C
+                    store_columns(g_x_row, columns, weights[i] * widen(grads[k]), C, FULL)
+            sums = lane_dots(sums, streams[k * DOTS : k * DOTS + DOTS], (grads[k],), DOTS, 1, VECTOR)
+    totals = block_sums(sums, DOTS)
+    for i in tl.static_range(DOTS):
+        store(g_h_ptr + token * n + i, totals[i])
 
 
 _fwd = Launcher(h_aggregate_fwd_kernel)
@@ -159,12 +128,12 @@ def h_aggregate_fwd(x: Tensor, h_pre: Tensor) -> Tensor:
     x, x_stride = flatten(x, 2)
     h_pre, h_stride = flatten(h_pre, 1)
     x_stream_stride = x.stride(-2)
-    config = fwd_heuristic(width, x.element_size())
+    config = heuristic(n, width, x.element_size())
     align = alignment(width, x_stride, x_stream_stride)
     _fwd(
-        (count, triton.cdiv(width, config.block)),
+        (count,),
         (x, h_pre, out, x_stride // align, x_stream_stride // align, h_stride),
-        (n, width, config.block, align),
+        (n, width, config.block, config.group, align),
         config.num_warps,
     )
     return out
@@ -180,7 +149,7 @@ def h_aggregate_bwd(grad: Tensor, x: Tensor, h_pre: Tensor, needs: Sequence[bool
         x, x_stride = flatten(x, 2)
         h_pre, h_stride = flatten(h_pre, 1)
         x_stream_stride = x.stride(-2)
-        config = bwd_heuristic(n, width, x.element_size())
+        config = heuristic(n, width, x.element_size())
         align = alignment(width, grad_stride, x_stride, x_stream_stride)
         strides = (grad_stride // align, x_stride // align, x_stream_stride // align, h_stride)
         _bwd(

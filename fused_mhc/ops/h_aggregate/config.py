@@ -1,28 +1,27 @@
-"""Tiles of the Triton aggregate kernels."""
+"""Tiles of the Triton aggregate kernels: `RowConfig` for the streams and the gradient of a token."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
-__all__ = ["AggregateConfig", "bwd_heuristic", "fwd_heuristic"]
+from .._rows import RowConfig, row_candidates, row_config
 
+__all__ = ["candidates", "heuristic", "valid"]
 
-@dataclass(frozen=True)
-class AggregateConfig:
-    """A program takes ``group`` times ``block`` columns of a token at once (the backward then goes on to the next
-    such group, the forward leaves it to another program)."""
-
-    block: int
-    group: int
-    num_warps: int
+_REGISTERS, _MOST_WARPS = 144, 4
 
 
 @functools.lru_cache(maxsize=None)
-def fwd_heuristic(width: int, itemsize: int) -> AggregateConfig:
-    return AggregateConfig(min(1024, 1 << max(width - 1, 0).bit_length()), 1, 4)
+def heuristic(n: int, width: int, itemsize: int) -> RowConfig:
+    """Both directions; ``itemsize`` of the streams."""
+    return row_config(width, itemsize, n + 1, _REGISTERS, _MOST_WARPS)
 
 
-@functools.lru_cache(maxsize=None)
-def bwd_heuristic(n: int, width: int, itemsize: int) -> AggregateConfig:
-    return AggregateConfig(1024, 4, 4)
+def candidates(n: int, width: int, itemsize: int) -> list[RowConfig]:
+    """Configurations worth timing. Each has its own order of sums in the backward: a choice among them changes bits."""
+    return row_candidates(width, itemsize, n + 1, _REGISTERS, 4 * _MOST_WARPS)
+
+
+def valid(config: RowConfig, n: int, width: int, itemsize: int) -> bool:
+    """The configuration can run this shape."""
+    return config in candidates(n, width, itemsize)

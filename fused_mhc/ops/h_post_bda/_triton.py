@@ -1,13 +1,18 @@
 """Residual update in Triton: mixing, bias, dropout and add in one pass, forward and backward.
 
-The forward is elementwise along C, so its tiles are free. In the backward one program owns a token: residual, gradient
-and branch output are read once for every result, lanes sum what they load for the n*n + n dot products, group by group
-in order, and the lanes' sums meet once at the end. Where the gradient of the bias is wanted, a program owns a fixed
-chunk of tokens, goes through them in order and leaves its sum for a second kernel, which adds the chunks.
+Forward and backward read everything once: a program owns a token, with all loads of a group of columns on their way
+before the first store. In the backward lanes sum what they load for the n*n + n dot products, in order, and the lanes'
+sums meet once at the end.
+
+A gradient of the bias is a sum over tokens, for which a program would hold a whole row of fp32 sums. So then a program
+owns one group of columns of a fixed chunk of tokens, which it goes through in order; a second, small kernel adds the
+chunks' bias sums and, of every token, the groups' shares of the dot products.
 """
 
 from __future__ import annotations
 
+import functools
+import struct
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +25,8 @@ from .._triton_common import (
     alignment,
     block_sums,
     flatten,
-    lane_sum,
+    lane_dots,
+    lane_zeros,
     load_columns,
     load_scalars,
     load_streams,
@@ -32,7 +38,6 @@ from .config import BIAS_CHUNK, bwd_heuristic, fwd_heuristic
 
 __all__ = [
     "branch_grad_tile",
-    "dot_tile",
     "drop_tile",
     "h_post_bda_bwd",
     "h_post_bda_fwd",
@@ -40,6 +45,9 @@ __all__ = [
     "mix_tile",
     "unmix_tile",
 ]
+
+#: Columns, and dot products, that a program of the second stage takes.
+_BIAS_BLOCK, _SUM_BLOCK = 32, 1024
 
 
 @triton.jit
@@ -73,26 +81,16 @@ def branch_grad_tile(dropped, h_post, n: tl.constexpr):
 
 
 @triton.jit
-def dot_tile(sums, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, VECTOR: tl.constexpr):
-    """Add ``left[i]*right[j]`` to the lanes' sums of all pairs."""
-    added = ()
-    for i in tl.static_range(LEFT):
-        for j in tl.static_range(RIGHT):
-            product = widen(left[i]) * widen(right[j])
-            added = added + (sums[i * RIGHT + j] + lane_sum(product, VECTOR),)
-    return added
-
-
-@triton.jit
 def _draw(seed, group):
+    """Philox 4x32-10 of counter (group, 0, 0): four uint32 words for every 64-bit group."""
     zero = (group * 0).to(tl.uint32)
     return tl.philox(seed, group.to(tl.uint32), (group >> 32).to(tl.uint32), zero, zero)
 
 
 @triton.jit
-def keep_tile(seed, row, start, p, C: tl.constexpr, BLOCK: tl.constexpr):
+def keep_tile(seed, row, start, threshold, C: tl.constexpr, BLOCK: tl.constexpr):
     """Which of BLOCK elements from column ``start`` (a multiple of 4) of row ``row`` (token * n + stream, 64-bit) of
-    width C are kept: Philox 4x32-10, counter = element // 4, word = element % 4, kept where ``word * 2^-32 >= p``.
+    width C are kept: Philox, counter = element // 4, word = element % 4, kept from ``threshold`` on.
 
     Where rows hold whole groups of four, a group is drawn once; otherwise every element draws its own.
     """
@@ -104,34 +102,68 @@ def keep_tile(seed, row, start, p, C: tl.constexpr, BLOCK: tl.constexpr):
         w0, w1, w2, w3 = _draw(seed, element // 4)
         lane = element % 4
         word = tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3))
-    return word.to(tl.float32) * 2.3283064365386963e-10 >= p
+    return word >= threshold.to(tl.uint32)
 
 
 @triton.jit
-def drop_tile(value, seed, row, start, p, scale, C: tl.constexpr, BLOCK: tl.constexpr, DROP: tl.constexpr):
+def drop_tile(
+    value, seed, row, start, threshold, scale, C: tl.constexpr, BLOCK: tl.constexpr, DROP: tl.constexpr
+):
     """``value * scale`` where kept, 0 elsewhere; ``value`` itself without dropout."""
     if DROP:
-        return tl.where(keep_tile(seed, row, start, p, C, BLOCK), value * scale, 0.0)
+        return tl.where(keep_tile(seed, row, start, threshold, C, BLOCK), value * scale, 0.0)
     else:
         return value
 
 
 @triton.jit
-def _branch(x, bias_ptr, columns, C: tl.constexpr, FULL: tl.constexpr):
-    """``x + bias`` in fp32."""
-    value = widen(x)
+def _load_branch(x_row, bias_ptr, columns, C: tl.constexpr, FULL: tl.constexpr):
+    """The branch's output and, where there is one, the bias."""
     if bias_ptr is not None:
-        value = value + widen(load_columns(bias_ptr, columns, C, FULL))
-    return value
+        return load_columns(x_row, columns, C, FULL), load_columns(bias_ptr, columns, C, FULL)
+    else:
+        return (load_columns(x_row, columns, C, FULL),)
+
+
+@triton.jit
+def _branch(loaded, BIAS: tl.constexpr):
+    """``x + bias`` in fp32."""
+    if BIAS:
+        return widen(loaded[0]) + widen(loaded[1])
+    else:
+        return widen(loaded[0])
+
+
+@triton.jit
+def _dropped_grads(
+    grads,
+    seed,
+    token,
+    start,
+    threshold,
+    scale,
+    n: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DROP: tl.constexpr,
+):
+    """The gradients of the n streams as the branch sees them, in fp32."""
+    dropped = ()
+    for j in tl.static_range(n):
+        dropped = dropped + (
+            drop_tile(widen(grads[j]), seed, token * n + j, start, threshold, scale, C, BLOCK, DROP),
+        )
+    return dropped
 
 
 @triton.jit(
     do_not_specialize=[
-        "h_res_stride",
         "residual_stride",
         "residual_stream_stride",
-        "h_post_stride",
         "x_stride",
+        "h_res_stride",
+        "h_post_stride",
+        "threshold",
     ]
 )
 def h_post_bda_fwd_kernel(
@@ -147,91 +179,41 @@ def h_post_bda_fwd_kernel(
     x_stride: tl.int64,
     h_res_stride: tl.int64,
     h_post_stride: tl.int64,
-    p: tl.float32,
+    threshold: tl.int64,
     scale: tl.float32,
     n: tl.constexpr,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
     DROP: tl.constexpr = seed_ptr is not None
-    FULL: tl.constexpr = C % BLOCK == 0
+    FULL: tl.constexpr = C % (BLOCK * GROUP) == 0
     token = tl.program_id(0).to(tl.int64)
-    start = tl.program_id(1) * BLOCK
-    columns = start + tl.arange(0, BLOCK)
+    residual_row = residual_ptr + token * (residual_stride * ALIGN)
+    x_row = x_ptr + token * (x_stride * ALIGN)
     h_res = load_scalars(h_res_ptr + token * h_res_stride, n * n)
     h_post = load_scalars(h_post_ptr + token * h_post_stride, n)
-    residual_row = residual_ptr + token * (residual_stride * ALIGN)
-    streams = load_streams(residual_row, residual_stream_stride * ALIGN, columns, n, C, FULL)
-    x = load_columns(x_ptr + token * (x_stride * ALIGN), columns, C, FULL)
-    branch = _branch(x, bias_ptr, columns, C, FULL)
     seed = tl.load(seed_ptr) if DROP else None
-    mixed = mix_tile(streams, h_res, n)
-    for j in tl.static_range(n):
-        added = drop_tile(h_post[j] * branch, seed, token * n + j, start, p, scale, C, BLOCK, DROP)
-        store_columns(out_ptr + (token * n + j) * C, columns, mixed[j] + added, C, FULL)
-
-
-@triton.jit
-def _lane_zeros(COUNT: tl.constexpr, LANES: tl.constexpr):
-    zeros = ()
-    for _ in tl.static_range(COUNT):
-        zeros = zeros + (tl.zeros((LANES,), tl.float32),)
-    return zeros
-
-
-@triton.jit
-def _dropped_grads(
-    grads,
-    seed,
-    token,
-    start,
-    p,
-    scale,
-    n: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DROP: tl.constexpr,
-):
-    """The gradients of the n streams as the branch sees them, in fp32."""
-    dropped = ()
-    for j in tl.static_range(n):
-        dropped = dropped + (
-            drop_tile(widen(grads[j]), seed, token * n + j, start, p, scale, C, BLOCK, DROP),
-        )
-    return dropped
-
-
-@triton.jit
-def _bwd_columns(
-    grad_row, residual_row, x_row, bias_ptr, g_residual_ptr, g_x_ptr, grad_stream_stride, residual_stream_stride,
-    token, start, seed, p, scale, h_res, h_post, res_sums, post_sums,
-    n: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, DROP: tl.constexpr,
-    RES: tl.constexpr, RESIDUAL: tl.constexpr, POST: tl.constexpr, X: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """BLOCK columns of a token from ``start``: writes their gradients, adds to the lanes' dot products, returns the
-    branch's gradient (None where nobody asks) and the sums."""
-    FULL: tl.constexpr = C % BLOCK == 0
-    columns = start + tl.arange(0, BLOCK)
-    grads = load_streams(grad_row, grad_stream_stride, columns, n, C, FULL)
-    streams = load_streams(residual_row, residual_stream_stride, columns, n if RES else 0, C, FULL)
-    branch = _branch(load_columns(x_row, columns, C, FULL), bias_ptr, columns, C, FULL) if POST else None
-    if RESIDUAL:
-        for i in tl.static_range(n):
-            g_row = g_residual_ptr + (token * n + i) * C
-            store_columns(g_row, columns, unmix_tile(grads, h_res, i, n), C, FULL)
-    g_branch = None
-    if POST or X or BIAS:
-        dropped = _dropped_grads(grads, seed, token, start, p, scale, n, C, BLOCK, DROP)
-        if X or BIAS:
-            g_branch = branch_grad_tile(dropped, h_post, n)
-        if X:
-            store_columns(g_x_ptr + token * C, columns, g_branch, C, FULL)
-        if POST:
-            post_sums = dot_tile(post_sums, (branch,), dropped, 1, n, VECTOR)
-    if RES:
-        res_sums = dot_tile(res_sums, streams, grads, n, n, VECTOR)
-    return g_branch, res_sums, post_sums
+    for start in range(0, C, BLOCK * GROUP):
+        streams = ()
+        branches = ()
+        for k in tl.static_range(GROUP):
+            columns = start + k * BLOCK + tl.arange(0, BLOCK)
+            streams = streams + load_streams(
+                residual_row, residual_stream_stride * ALIGN, columns, n, C, FULL
+            )
+            branches = branches + (_load_branch(x_row, bias_ptr, columns, C, FULL),)
+        for k in tl.static_range(GROUP):
+            columns = start + k * BLOCK + tl.arange(0, BLOCK)
+            branch = _branch(branches[k], bias_ptr is not None)
+            mixed = mix_tile(streams[k * n : k * n + n], h_res, n)
+            for j in tl.static_range(n):
+                row = token * n + j
+                added = drop_tile(
+                    h_post[j] * branch, seed, row, start + k * BLOCK, threshold, scale, C, BLOCK, DROP
+                )
+                store_columns(out_ptr + row * C, columns, mixed[j] + added, C, FULL)
 
 
 @triton.jit(
@@ -244,6 +226,7 @@ def _bwd_columns(
         "h_res_stride",
         "h_post_stride",
         "T",
+        "threshold",
     ]
 )
 def h_post_bda_bwd_kernel(
@@ -258,7 +241,7 @@ def h_post_bda_bwd_kernel(
     g_residual_ptr,
     g_h_post_ptr,
     g_x_ptr,
-    partial_ptr,
+    bias_sums_ptr,
     grad_stride: tl.int64,
     grad_stream_stride: tl.int64,
     residual_stride: tl.int64,
@@ -267,130 +250,175 @@ def h_post_bda_bwd_kernel(
     h_res_stride: tl.int64,
     h_post_stride: tl.int64,
     T: tl.int64,
-    p: tl.float32,
+    threshold: tl.int64,
     scale: tl.float32,
     n: tl.constexpr,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
     VECTOR: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
+    """Without a bias gradient (TOKENS = 1) a program owns a token. With one it owns a group of columns of TOKENS
+    tokens: ``bias_sums [chunks, C]`` takes its sum over the tokens, and ``g_h_res`` and ``g_h_post`` are then
+    ``[T, groups, ...]`` in fp32: what each group adds to the dot products."""
     DROP: tl.constexpr = seed_ptr is not None
-    RES: tl.constexpr = g_h_res_ptr is not None
-    RESIDUAL: tl.constexpr = g_residual_ptr is not None
-    POST: tl.constexpr = g_h_post_ptr is not None
+    RES: tl.constexpr = n if g_h_res_ptr is not None else 0
+    RESIDUAL: tl.constexpr = n if g_residual_ptr is not None else 0
+    POST: tl.constexpr = n if g_h_post_ptr is not None else 0
     X: tl.constexpr = g_x_ptr is not None
-    BIAS: tl.constexpr = partial_ptr is not None
-    CHUNKS: tl.constexpr = (C + BLOCK - 1) // BLOCK
+    BIAS: tl.constexpr = bias_sums_ptr is not None
+    SPAN: tl.constexpr = BLOCK * GROUP
+    FULL: tl.constexpr = C % SPAN == 0
     chunk = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    parts = tl.num_programs(1)
+    first = part * SPAN
+    last = first + SPAN if BIAS else C
     seed = tl.load(seed_ptr) if DROP else None
-    totals = _lane_zeros(CHUNKS if BIAS else 0, BLOCK)
+    bias_sums = lane_zeros(GROUP if BIAS else 0, BLOCK)
     for token in range(chunk * TOKENS, tl.minimum(chunk * TOKENS + TOKENS, T)):
         grad_row = grad_ptr + token * (grad_stride * ALIGN)
         residual_row = residual_ptr + token * (residual_stride * ALIGN)
         x_row = x_ptr + token * (x_stride * ALIGN)
-        h_res = load_scalars(h_res_ptr + token * h_res_stride, n * n if RESIDUAL else 0)
+        h_res = load_scalars(h_res_ptr + token * h_res_stride, RESIDUAL * n)
         h_post = load_scalars(h_post_ptr + token * h_post_stride, n if X or BIAS else 0)
-        res_sums = _lane_zeros(n * n if RES else 0, BLOCK // VECTOR)
-        post_sums = _lane_zeros(n if POST else 0, BLOCK // VECTOR)
-        if BIAS:
-            # Every block of columns has its own registers, so the loop over them is unrolled.
+        res_dots = lane_zeros(RES * n, BLOCK // VECTOR)
+        post_dots = lane_zeros(POST, BLOCK // VECTOR)
+        for start in range(first, last, SPAN):
+            all_grads = ()
+            all_streams = ()
+            branches = ()
+            for k in tl.static_range(GROUP):
+                columns = start + k * BLOCK + tl.arange(0, BLOCK)
+                all_grads = all_grads + load_streams(
+                    grad_row, grad_stream_stride * ALIGN, columns, n, C, FULL
+                )
+                all_streams = all_streams + load_streams(
+                    residual_row, residual_stream_stride * ALIGN, columns, RES, C, FULL
+                )
+                if POST > 0:
+                    branches = branches + (_load_branch(x_row, bias_ptr, columns, C, FULL),)
             added = ()
-            for k in tl.static_range(CHUNKS):
-                g_branch, res_sums, post_sums = _bwd_columns(
-                    grad_row, residual_row, x_row, bias_ptr, g_residual_ptr, g_x_ptr,
-                    grad_stream_stride * ALIGN, residual_stream_stride * ALIGN,
-                    token, k * BLOCK, seed, p, scale, h_res, h_post, res_sums, post_sums,
-                    n, C, BLOCK, VECTOR, DROP, RES, RESIDUAL, POST, X, BIAS,
-                )  # fmt: skip
-                added = added + (totals[k] + g_branch,)
-            totals = added
-        else:
-            for start in range(0, C, BLOCK):
-                _, res_sums, post_sums = _bwd_columns(
-                    grad_row, residual_row, x_row, bias_ptr, g_residual_ptr, g_x_ptr,
-                    grad_stream_stride * ALIGN, residual_stream_stride * ALIGN,
-                    token, start, seed, p, scale, h_res, h_post, res_sums, post_sums,
-                    n, C, BLOCK, VECTOR, DROP, RES, RESIDUAL, POST, X, BIAS,
-                )  # fmt: skip
-        res_totals = block_sums(res_sums, n * n if RES else 0)
-        for k in tl.static_range(n * n if RES else 0):
-            store(g_h_res_ptr + token * (n * n) + k, res_totals[k])
-        post_totals = block_sums(post_sums, n if POST else 0)
-        for k in tl.static_range(n if POST else 0):
-            store(g_h_post_ptr + token * n + k, post_totals[k])
-    for k in tl.static_range(CHUNKS if BIAS else 0):
-        store_columns(partial_ptr + chunk * C, k * BLOCK + tl.arange(0, BLOCK), totals[k], C, C % BLOCK == 0)
+            for k in tl.static_range(GROUP):
+                columns = start + k * BLOCK + tl.arange(0, BLOCK)
+                grads = all_grads[k * n : k * n + n]
+                for i in tl.static_range(RESIDUAL):
+                    g_row = g_residual_ptr + (token * n + i) * C
+                    store_columns(g_row, columns, unmix_tile(grads, h_res, i, n), C, FULL)
+                if POST > 0 or X or BIAS:
+                    dropped = _dropped_grads(
+                        grads, seed, token, start + k * BLOCK, threshold, scale, n, C, BLOCK, DROP
+                    )
+                    if X or BIAS:
+                        g_branch = branch_grad_tile(dropped, h_post, n)
+                        if X:
+                            store_columns(g_x_ptr + token * C, columns, g_branch, C, FULL)
+                        if BIAS:
+                            added = added + (bias_sums[k] + g_branch,)
+                    if POST > 0:
+                        branch = _branch(branches[k], bias_ptr is not None)
+                        post_dots = lane_dots(post_dots, (branch,), dropped, 1, n, VECTOR)
+                res_dots = lane_dots(res_dots, all_streams[k * RES : k * RES + RES], grads, RES, n, VECTOR)
+            if BIAS:
+                bias_sums = added
+        sums = block_sums(res_dots, RES * n)
+        for k in tl.static_range(RES * n):
+            store(g_h_res_ptr + (token * parts + part) * (n * n) + k, sums[k])
+        sums = block_sums(post_dots, POST)
+        for k in tl.static_range(POST):
+            store(g_h_post_ptr + (token * parts + part) * n + k, sums[k])
+    for k in tl.static_range(GROUP if BIAS else 0):
+        columns = first + k * BLOCK + tl.arange(0, BLOCK)
+        store_columns(bias_sums_ptr + chunk * C, columns, bias_sums[k], C, FULL)
 
 
-@triton.jit(do_not_specialize=["grad_stride", "grad_stream_stride", "h_post_stride", "T"])
-def h_post_bda_bias_kernel(
-    grad_ptr,
-    h_post_ptr,
-    seed_ptr,
-    partial_ptr,
-    grad_stride: tl.int64,
-    grad_stream_stride: tl.int64,
-    h_post_stride: tl.int64,
+@triton.jit
+def _sum_chunks(sums_ptr, out_ptr, block, chunks, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Adds the chunks' sums for one block of columns: 64 neighbours in order, and eight such runs side by side."""
+    RUN: tl.constexpr = 64
+    RUNS: tl.constexpr = 8
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, chunks, RUN * RUNS):
+        first = start + tl.arange(0, RUNS).to(tl.int64) * RUN
+        rows = ()
+        for k in tl.static_range(RUN):
+            mask = (first + k < chunks)[:, None] & (columns < C)[None, :]
+            at = sums_ptr + (first + k)[:, None] * C + columns[None, :]
+            rows = rows + (tl.load(at, mask=mask, other=0.0),)
+        runs = rows[0]
+        for k in tl.static_range(1, RUN):
+            runs = runs + rows[k]
+        total = total + tl.sum(runs, 0)
+    store_columns(out_ptr, columns, total, C, False)
+
+
+@triton.jit
+def _sum_parts(
+    parts_ptr, out_ptr, block, count, SIZE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Adds the PARTS of every token's SIZE dot products, first to last."""
+    element = block * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+    inside = element < count * SIZE
+    at = parts_ptr + (element // SIZE) * (PARTS * SIZE) + element % SIZE
+    total = tl.load(at, mask=inside, other=0.0)
+    for k in tl.static_range(1, PARTS):
+        total = total + tl.load(at + k * SIZE, mask=inside, other=0.0)
+    store(out_ptr + element, total, inside)
+
+
+@triton.jit(do_not_specialize=["T", "chunks", "res_blocks"])
+def h_post_bda_sum_kernel(
+    bias_sums_ptr,
+    res_parts_ptr,
+    post_parts_ptr,
+    g_bias_ptr,
+    g_h_res_ptr,
+    g_h_post_ptr,
     T: tl.int64,
-    p: tl.float32,
-    scale: tl.float32,
+    chunks: tl.int64,
+    res_blocks: tl.int64,
     n: tl.constexpr,
     C: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIAS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ALIGN: tl.constexpr,
 ):
-    """The chunk sums of the bias gradient alone, for widths that a program cannot hold in registers."""
-    DROP: tl.constexpr = seed_ptr is not None
-    FULL: tl.constexpr = C % BLOCK == 0
-    chunk = tl.program_id(0).to(tl.int64)
-    start = tl.program_id(1) * BLOCK
-    columns = start + tl.arange(0, BLOCK)
-    seed = tl.load(seed_ptr) if DROP else None
-    total = tl.zeros((BLOCK,), tl.float32)
-    for token in range(chunk * TOKENS, tl.minimum(chunk * TOKENS + TOKENS, T)):
-        h_post = load_scalars(h_post_ptr + token * h_post_stride, n)
-        grads = load_streams(
-            grad_ptr + token * (grad_stride * ALIGN), grad_stream_stride * ALIGN, columns, n, C, FULL
-        )
-        dropped = _dropped_grads(grads, seed, token, start, p, scale, n, C, BLOCK, DROP)
-        total = total + branch_grad_tile(dropped, h_post, n)
-    store_columns(partial_ptr + chunk * C, columns, total, C, FULL)
-
-
-@triton.jit(do_not_specialize=["count"])
-def h_post_bda_bias_sum_kernel(
-    partial_ptr,
-    out_ptr,
-    count: tl.int64,
-    C: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Adds the chunk sums in order; ROWS of them are on their way at a time."""
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, count, ROWS):
-        rows = ()
-        for k in tl.static_range(ROWS):
-            row = tl.full((BLOCK,), first + k, tl.int64)
-            mask = (columns < C) & (row < count)
-            rows = rows + (tl.load(partial_ptr + row * C + columns, mask=mask, other=0.0),)
-        for k in tl.static_range(ROWS):
-            total = total + rows[k]
-    store_columns(out_ptr, columns, total, C, False)
+    """The second stage of a backward with a bias gradient, everything in one launch."""
+    BIAS_BLOCKS: tl.constexpr = (C + BIAS_BLOCK - 1) // BIAS_BLOCK
+    program = tl.program_id(0).to(tl.int64)
+    if program < BIAS_BLOCKS:
+        _sum_chunks(bias_sums_ptr, g_bias_ptr, program, chunks, C, BIAS_BLOCK)
+    elif program < BIAS_BLOCKS + res_blocks:
+        if g_h_res_ptr is not None:
+            _sum_parts(res_parts_ptr, g_h_res_ptr, program - BIAS_BLOCKS, T, n * n, PARTS, BLOCK)
+    else:
+        if g_h_post_ptr is not None:
+            _sum_parts(post_parts_ptr, g_h_post_ptr, program - BIAS_BLOCKS - res_blocks, T, n, PARTS, BLOCK)
 
 
 _fwd = Launcher(h_post_bda_fwd_kernel)
 _bwd = Launcher(h_post_bda_bwd_kernel)
-_bias = Launcher(h_post_bda_bias_kernel)
-_bias_sum = Launcher(h_post_bda_bias_sum_kernel)
+_sum = Launcher(h_post_bda_sum_kernel)
 
 
-def _scale(dropout_p: float) -> float:
-    return 1.0 / (1.0 - dropout_p)
+@functools.lru_cache(maxsize=None)
+def _dropout(dropout_p: float) -> tuple[int, float]:
+    """The smallest 32-bit word whose ``word * 2^-32``, both rounded to fp32, is at least ``dropout_p``, and the scale
+    of what is kept. (Rounding is monotone, so comparing words is comparing those fp32 values.)"""
+    p = _fp32(dropout_p)
+    low, high = 0, 2**32 - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fp32(middle) * 2.0**-32 >= p else (middle + 1, high)
+    return low, 1.0 / (1.0 - dropout_p)
+
+
+def _fp32(value: float) -> float:
+    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    return rounded
 
 
 def h_post_bda_fwd(
@@ -417,10 +445,10 @@ def h_post_bda_fwd(
     align = alignment(width, residual_stride, residual_stream_stride, x_stride)
     strides = (residual_stride // align, residual_stream_stride // align, x_stride // align)
     _fwd(
-        (count, triton.cdiv(width, config.block)),
+        (count,),
         (residual, x, h_res, h_post, bias, seed, out, *strides, h_res_stride, h_post_stride)
-        + (dropout_p, _scale(dropout_p)),
-        (n, width, config.block, align),
+        + _dropout(dropout_p),
+        (n, width, config.block, config.group, align),
         config.num_warps,
     )
     return out
@@ -438,49 +466,47 @@ def h_post_bda_bwd(
     needs: Sequence[bool],
 ) -> list[Tensor]:
     n, width = original_residual.shape[-2:]
-    inputs = (h_res, original_residual, h_post, x)
-    g_h_res, g_residual, g_h_post, g_x = (
-        torch.empty(t.shape, dtype=t.dtype, device=x.device) if need else None
-        for t, need in zip(inputs, needs, strict=False)
-    )
+    inputs = (h_res, original_residual, h_post, x, bias)
+    g_h_res, g_residual, g_h_post, g_x, g_bias = results = [
+        torch.empty(t.shape, dtype=t.dtype, device=x.device) if need and t is not None else None
+        for t, need in zip(inputs, needs, strict=True)
+    ]
     count = h_post.numel() // n
-    chunks = triton.cdiv(count, BIAS_CHUNK)
-    need_bias = needs[4] and bias is not None
-    partial = torch.empty((chunks, width), dtype=torch.float32, device=x.device) if need_bias else None
-    if count:
-        grad, grad_stride = flatten(grad, 2)
-        residual, residual_stride = flatten(original_residual, 2)
-        x, x_stride = flatten(x, 1)
-        h_res, h_res_stride = flatten(h_res, 2, dense=True)
-        h_post, h_post_stride = flatten(h_post, 1)
-        config = bwd_heuristic(n, width, residual.element_size())
-        stream_strides = (grad.stride(-2), residual.stride(-2))
-        align = alignment(width, grad_stride, residual_stride, x_stride, *stream_strides)
-        grad_strides = (grad_stride // align, stream_strides[0] // align)
-        residual_strides = (residual_stride // align, stream_strides[1] // align)
-        dropout = (dropout_p, _scale(dropout_p))
-        together = partial if config.holds(width) else None
-        if any(needs[:4]) or together is not None:
-            tokens = 1 if together is None else BIAS_CHUNK
-            _bwd(
-                (triton.cdiv(count, tokens),),
-                (grad, residual, x, h_res, h_post, bias.contiguous() if bias is not None else None, seed)
-                + (g_h_res, g_residual, g_h_post, g_x, together)
-                + (*grad_strides, *residual_strides, x_stride // align, h_res_stride, h_post_stride, count)
-                + dropout,
-                (n, width, config.block, tokens, 16 // residual.element_size(), align),
-                config.num_warps,
-            )
-        if partial is not None and together is None:
-            block = min(config.block, 1024)
-            _bias(
-                (chunks, triton.cdiv(width, block)),
-                (grad, h_post, seed, partial, *grad_strides, h_post_stride, count, *dropout),
-                (n, width, block, BIAS_CHUNK, align),
-                4,
-            )
-    g_bias = None
-    if partial is not None and bias is not None:
-        g_bias = torch.empty(bias.shape, dtype=bias.dtype, device=x.device)
-        _bias_sum((triton.cdiv(width, 32),), (partial, g_bias, chunks), (width, 32, 64), 1)
-    return [g for g in (g_h_res, g_residual, g_h_post, g_x, g_bias) if g is not None]
+    if count == 0:
+        return [g.zero_() for g in results if g is not None]
+    grad, grad_stride = flatten(grad, 2)
+    residual, residual_stride = flatten(original_residual, 2)
+    x, x_stride = flatten(x, 1)
+    h_res, h_res_stride = flatten(h_res, 2, dense=True)
+    h_post, h_post_stride = flatten(h_post, 1)
+    bias = bias.contiguous() if bias is not None else None
+    config = bwd_heuristic(n, width, residual.element_size(), g_bias is not None)
+    stream_strides = (grad.stride(-2), residual.stride(-2))
+    align = alignment(width, grad_stride, residual_stride, x_stride, *stream_strides)
+    strides = (grad_stride, stream_strides[0], residual_stride, stream_strides[1], x_stride)
+    tokens, parts, bias_sums, res_parts, post_parts = 1, 1, None, g_h_res, g_h_post
+    if g_bias is not None:
+        tokens, parts = BIAS_CHUNK, triton.cdiv(width, config.block * config.group)
+        wide = {"dtype": torch.float32, "device": x.device}
+        bias_sums = torch.empty((triton.cdiv(count, tokens), width), **wide)
+        res_parts = torch.empty((count, parts, n * n), **wide) if g_h_res is not None else None
+        post_parts = torch.empty((count, parts, n), **wide) if g_h_post is not None else None
+    chunks = triton.cdiv(count, tokens)
+    _bwd(
+        (chunks, parts),
+        (grad, residual, x, h_res, h_post, bias, seed, res_parts, g_residual, post_parts, g_x, bias_sums)
+        + tuple(stride // align for stride in strides)
+        + (h_res_stride, h_post_stride, count, *_dropout(dropout_p)),
+        (n, width, config.block, config.group, tokens, 16 // residual.element_size(), align),
+        config.num_warps,
+    )
+    if g_bias is not None:
+        res_blocks = triton.cdiv(count * n * n, _SUM_BLOCK) if g_h_res is not None else 0
+        post_blocks = triton.cdiv(count * n, _SUM_BLOCK) if g_h_post is not None else 0
+        _sum(
+            (triton.cdiv(width, _BIAS_BLOCK) + res_blocks + post_blocks,),
+            (bias_sums, res_parts, post_parts, g_bias, g_h_res, g_h_post, count, chunks, res_blocks),
+            (n, width, parts, _BIAS_BLOCK, _SUM_BLOCK),
+            8,
+        )
+    return [g for g in results if g is not None]

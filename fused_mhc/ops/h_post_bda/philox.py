@@ -22,7 +22,9 @@ def _product(multiplier: int, word: Tensor) -> tuple[Tensor, Tensor]:
     return (product >> 32) & _MASK, product & _MASK
 
 
-def philox_4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+def philox_4x32(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
+) -> tuple[Tensor, ...]:
     """Ten rounds. Every word is an int64 tensor holding an unsigned 32-bit value."""
     c0, c1, c2, c3 = counter
     k0, k1 = key

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._triton_common import Launcher, alignment, flatten, reciprocal, store, widen
+from .._triton_common import Launcher, alignment, flatten, reciprocal, store, unpack, widen
 from .config import MAX_REGISTER_STREAMS, MAX_REGISTER_STREAMS_BWD, heuristic
 
 __all__ = [
@@ -128,23 +128,8 @@ def _pairs(m, count, eps, n: tl.constexpr, PAPER: tl.constexpr):
 
 
 @triton.jit
-def _columns(tile, COUNT: tl.constexpr):
-    """The COUNT columns of ``[tokens, COUNT]`` (COUNT a power of two) as vectors, in order."""
-    if COUNT == 1:
-        return (tl.reshape(tile, (tile.shape[0],)),)
-    else:
-        even, odd = tl.split(tl.reshape(tile, (tile.shape[0], COUNT // 2, 2)))
-        evens = _columns(even, COUNT // 2)
-        odds = _columns(odd, COUNT // 2)
-        columns = ()
-        for k in tl.static_range(COUNT // 2):
-            columns = columns + (evens[k], odds[k])
-        return columns
-
-
-@triton.jit
-def _tile(columns, COUNT: tl.constexpr):
-    """Inverse of `_columns`."""
+def _pack(columns, COUNT: tl.constexpr):
+    """Inverse of `unpack`."""
     if COUNT == 1:
         return tl.reshape(columns[0], (columns[0].shape[0], 1))
     else:
@@ -153,7 +138,7 @@ def _tile(columns, COUNT: tl.constexpr):
         for k in tl.static_range(COUNT // 2):
             evens = evens + (columns[2 * k],)
             odds = odds + (columns[2 * k + 1],)
-        pair = tl.join(_tile(evens, COUNT // 2), _tile(odds, COUNT // 2))
+        pair = tl.join(_pack(evens, COUNT // 2), _pack(odds, COUNT // 2))
         return tl.reshape(pair, (pair.shape[0], COUNT))
 
 
@@ -166,7 +151,7 @@ def sinkhorn_load_tile(pointer, stride, tokens, mask, n: tl.constexpr, ALIGN: tl
     entry = tl.arange(0, SIZE)
     inside = mask[:, None] & (entry < n * n)[None, :]
     tile = tl.load(pointer + (tokens * (stride * ALIGN))[:, None] + entry[None, :], mask=inside, other=0.0)
-    return _columns(widen(tile), SIZE)[: n * n]
+    return unpack(widen(tile), SIZE)[: n * n]
 
 
 @triton.jit
@@ -177,7 +162,7 @@ def sinkhorn_store_tile(pointer, m, tokens, mask, n: tl.constexpr):
         m = m + (m[0],)
     entry = tl.arange(0, SIZE)
     inside = mask[:, None] & (entry < n * n)[None, :]
-    store(pointer + (tokens * (n * n))[:, None] + entry[None, :], _tile(m, SIZE), inside)
+    store(pointer + (tokens * (n * n))[:, None] + entry[None, :], _pack(m, SIZE), inside)
 
 
 @triton.jit
@@ -294,14 +279,20 @@ def _wide_divisor(m, eps, PAPER: tl.constexpr, ROW: tl.constexpr):
 
 
 @triton.jit
-def _wide_start(logits, inside, PAPER: tl.constexpr):
+def _wide_columns(logits, n: tl.constexpr):
+    """Logits with -inf in the columns past n. (Rows past n stay finite, so that no sum of a row is 0.)"""
+    column = tl.arange(0, logits.shape[2])[None, None, :]
+    return tl.where(column < n, logits, float("-inf"))
+
+
+@triton.jit
+def _wide_start(logits, inside, n: tl.constexpr, PAPER: tl.constexpr):
     """`_start` on ``[tokens, P, P]``; entries outside the n*n matrix are 0."""
-    top = tl.reduce(tl.where(inside, logits, float("-inf")), 2, _nan_max, keep_dims=True)
-    m = tl.where(inside, tl.exp(logits - top), 0.0)
-    if PAPER:
-        return m
-    else:
-        return tl.where(inside, m * reciprocal(tl.sum(m, 2, keep_dims=True)), 0.0)
+    shifted = _wide_columns(logits, n)
+    m = tl.exp(shifted - tl.reduce(shifted, 2, _nan_max, keep_dims=True))
+    if not PAPER:
+        m = m * reciprocal(tl.sum(m, 2, keep_dims=True))
+    return tl.where(inside, m, 0.0)
 
 
 @triton.jit
@@ -313,9 +304,9 @@ def _wide_pairs(m, count, eps, PAPER: tl.constexpr):
 
 
 @triton.jit
-def sinkhorn_wide_tile(logits, inside, eps, ITERATIONS: tl.constexpr, PAPER: tl.constexpr):
+def sinkhorn_wide_tile(logits, inside, eps, n: tl.constexpr, ITERATIONS: tl.constexpr, PAPER: tl.constexpr):
     """Forward on ``[tokens, P, P]`` in fp32; ``inside`` marks the n*n matrix."""
-    m = _wide_start(logits, inside, PAPER)
+    m = _wide_start(logits, inside, n, PAPER)
     if PAPER:
         return _wide_pairs(m, ITERATIONS, eps, True)
     else:
@@ -346,13 +337,20 @@ def _wide_undo_steps(p, y, kept, eps, PAPER: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def sinkhorn_wide_bwd_tile(
-    grad, logits, inside, eps, ITERATIONS: tl.constexpr, PAPER: tl.constexpr, SEGMENT: tl.constexpr
+    grad,
+    logits,
+    inside,
+    eps,
+    n: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    PAPER: tl.constexpr,
+    SEGMENT: tl.constexpr,
 ):
     """`sinkhorn_bwd_tile` on ``[tokens, P, P]``."""
     STEPS: tl.constexpr = 2 * ITERATIONS - (0 if PAPER else 1)
     SEGMENTS: tl.constexpr = (STEPS + SEGMENT - 1) // SEGMENT
     LAST: tl.constexpr = (SEGMENTS - 1) * SEGMENT
-    start = _wide_start(logits, inside, PAPER)
+    start = _wide_start(logits, inside, n, PAPER)
     first = start if PAPER else tl.where(inside, start + eps, 0.0)
     y, kept = _wide_kept_steps(_wide_pairs(first, LAST // 2, eps, PAPER), eps, PAPER, STEPS - LAST)
     p = _wide_undo_steps(grad * y, y, kept, eps, PAPER, STEPS - LAST)
@@ -362,10 +360,10 @@ def sinkhorn_wide_bwd_tile(
         )
         p = _wide_undo_steps(p, y, kept, eps, PAPER, SEGMENT)
     if PAPER:
-        masked = tl.where(inside, logits, float("-inf"))
-        top = tl.reduce(masked, 2, _nan_max, keep_dims=True)
+        shifted = _wide_columns(logits, n)
+        top = tl.reduce(shifted, 2, _nan_max, keep_dims=True)
         column = tl.arange(0, logits.shape[2])[None, None, :]
-        index = tl.min(tl.where(masked == top, column, logits.shape[2]), 2, keep_dims=True)
+        index = tl.min(tl.where(shifted == top, column, logits.shape[2]), 2, keep_dims=True)
         return p - tl.where(column == index, tl.sum(p, 2, keep_dims=True), 0.0)
     else:
         weighted = p * (start / (start + eps))
@@ -437,10 +435,11 @@ def sinkhorn_wide_fwd_kernel(
     P: tl.constexpr = triton.next_power_of_2(n)
     tokens = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.arange(0, P)
-    inside = ((row < n)[:, None] & (row < n)[None, :])[None, :, :] & (tokens < T)[:, None, None]
-    logits = widen(tl.load(logits_ptr + _wide_offsets(tokens, stride, n, P), mask=inside, other=0.0))
-    m = sinkhorn_wide_tile(logits, inside, eps, ITERATIONS, PAPER)
-    store(out_ptr + _wide_offsets(tokens, n * n, n, P), m, inside)
+    inside = ((row < n)[:, None] & (row < n)[None, :])[None, :, :]
+    mask = inside & (tokens < T)[:, None, None]
+    logits = widen(tl.load(logits_ptr + _wide_offsets(tokens, stride, n, P), mask=mask, other=0.0))
+    m = sinkhorn_wide_tile(logits, inside, eps, n, ITERATIONS, PAPER)
+    store(out_ptr + _wide_offsets(tokens, n * n, n, P), m, mask)
 
 
 @triton.jit(do_not_specialize=["grad_stride", "stride", "T"])
@@ -461,11 +460,12 @@ def sinkhorn_wide_bwd_kernel(
     P: tl.constexpr = triton.next_power_of_2(n)
     tokens = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.arange(0, P)
-    inside = ((row < n)[:, None] & (row < n)[None, :])[None, :, :] & (tokens < T)[:, None, None]
-    grad = widen(tl.load(grad_ptr + _wide_offsets(tokens, grad_stride, n, P), mask=inside, other=0.0))
-    logits = widen(tl.load(logits_ptr + _wide_offsets(tokens, stride, n, P), mask=inside, other=0.0))
-    result = sinkhorn_wide_bwd_tile(grad, logits, inside, eps, ITERATIONS, PAPER, SEGMENT)
-    store(out_ptr + _wide_offsets(tokens, n * n, n, P), result, inside)
+    inside = ((row < n)[:, None] & (row < n)[None, :])[None, :, :]
+    mask = inside & (tokens < T)[:, None, None]
+    grad = widen(tl.load(grad_ptr + _wide_offsets(tokens, grad_stride, n, P), mask=mask, other=0.0))
+    logits = widen(tl.load(logits_ptr + _wide_offsets(tokens, stride, n, P), mask=mask, other=0.0))
+    result = sinkhorn_wide_bwd_tile(grad, logits, inside, eps, n, ITERATIONS, PAPER, SEGMENT)
+    store(out_ptr + _wide_offsets(tokens, n * n, n, P), result, mask)
 
 
 _fwd = Launcher(sinkhorn_fwd_kernel)

@@ -51,7 +51,7 @@ class Launch:
         kernel_name: name of the outer kernel (or range) in a trace of ``torch.profiler``.
         direction, executor, digest: which Program ran where.
         stages, events: names of the Program's stages and events.
-        depends, triggers: events of every task; ``waiters`` and producers follow from them.
+        depends, triggers: the event that every task waits for and triggers.
         worker_roles: role of every worker.
         records: in the order of their starts.
         dropped: records for which there was no room.

@@ -69,7 +69,8 @@ def program_host(op: str, direction: str, backend: str) -> Callable[..., Any]:
         hosts = importlib.import_module("fused_mhc.runtime.gpu_hosts")
         host: Callable[..., Any] = hosts.program_host(op, direction)
         return host
-    raise BackendError(f"schedule 'mega' cannot run {op} {direction}: backend {backend!r} runs no Programs")
+    why = "its persistent megakernel is not there yet" if backend == "triton" else "it runs no Programs"
+    raise BackendError(f"schedule 'mega' cannot run {op} {direction} with backend {backend!r}: {why}")
 
 
 @functools.lru_cache(maxsize=16)
@@ -185,14 +186,13 @@ def _backward(
 
 
 def _mega_mhc_bwd(*args: Any) -> list[Tensor]:
-    grads, values, saved = args[:5], args[5:14], args[14:21]
+    values = args[5:14]
     if values[1].numel() == 0:
         return native.mega_mhc_bwd(*args)
     _check(values[1], values[1].shape[-2])
     names = (*_INCOMING, *_STATE, *_SITE, *_SAVED)
     inputs = {name: _flat(name, tensor) for name, tensor in zip(names, args, strict=False)}
     targets = dict(zip((*_STATE, *_SITE), values, strict=True))
-    assert len(grads) + len(saved) == 12
     return _backward(inputs, targets, args[-1], compute_dtype(*values), args[21:24])
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from fused_mhc.errors import InputError
 from fused_mhc.scheduler import tiled, tiled_grad
 from fused_mhc.scheduler.boundary import check_sizes, task_rows
 from fused_mhc.scheduler.event import MAX_EVENT_CAPACITY
@@ -32,6 +33,7 @@ def lower_tiled_mhc(
     group_rows: int | None = None,
     parts: int | None = None,
     wave_rows: int | None = None,
+    window_rows: int | None = None,
     stream_dtype: str = "bfloat16",
     compute_dtype: str = "float32",
     dtypes: Mapping[str, str] | None = None,
@@ -46,7 +48,9 @@ def lower_tiled_mhc(
         group_rows: tokens of a macro-tile (forward, default 64) or of a chunk of g_phi (backward, default
             256).
         parts: slices of phi's columns (forward, default 4) or of C (backward, default 8), at the most.
-        wave_rows: tokens of a wave of the vector queue; None for about one task a worker.
+        wave_rows: tokens of a wave of the vector queue; None for about one task a worker, in whole groups.
+        window_rows: forward only: tokens that may be between post and projection, so that new_residual is still in the
+            L2 cache when it is projected; fewer of them idle more workers. None (default): no limit.
 
     Raises:
         InputError: a bad size or direction, or tiles that do not fit one another.
@@ -64,12 +68,13 @@ def lower_tiled_mhc(
             "group_rows": group_rows,
             "parts": parts,
             "wave_rows": wave_rows,
+            "window_rows": window_rows,
         },
     )
     workers = Workers(num_cube_workers, num_vector_workers, mixed_workers)
     given = {"token_tile": token_tile, "parts": parts}
     if direction == "forward":
-        given["macro_tile"] = group_rows
+        given |= {"macro_tile": group_rows, "window_rows": window_rows}
         chosen = {name: value for name, value in given.items() if value is not None}
         lowered = _forward(
             tiled.make_tiling(token_count, num_streams * hidden_size, **chosen),
@@ -78,6 +83,8 @@ def lower_tiled_mhc(
             wave_rows,
         )
     else:
+        if window_rows is not None:
+            raise InputError(f"window_rows: expected None for the backward graph, got {window_rows}")
         given["chunk_rows"] = group_rows
         chosen = {name: value for name, value in given.items() if value is not None}
         lowered = _backward(
@@ -89,16 +96,19 @@ def lower_tiled_mhc(
     )
 
 
-def _wave_rows(wave_rows: int | None, tile: int, tasks_of_tile: int, workers: Workers) -> int:
-    """Tokens that keep every vector worker busy once, in whole tiles."""
-    rows = wave_rows or ceil_div(workers.mixed or workers.vector, tasks_of_tile) * tile
-    return round_up(rows, tile)
+def _wave_rows(wave_rows: int | None, tile: int, group: int, tasks_of_tile: int, workers: Workers) -> int:
+    """Tokens of a wave in whole tiles: as asked, or so many that every vector worker is busy once (in whole groups,
+    if that is more than one)."""
+    if wave_rows is not None:
+        return round_up(wave_rows, tile)
+    rows = ceil_div(workers.mixed or workers.vector, tasks_of_tile) * tile
+    return rows if rows < group else rows // group * group
 
 
 def _forward(tiling: tiled.TiledTiling, hidden_size: int, workers: Workers, wave_rows: int | None) -> Lowered:
     graph, topology = tiled.build_tiled_graph(tiling, hidden_size)
     config = build_runtime_config(graph, topology, num_cube_cores=workers.cube)
-    wave = _wave_rows(wave_rows, tiling.token_tile, 1, workers)
+    wave = _wave_rows(wave_rows, tiling.token_tile, tiling.macro_tile, 1, workers)
     # A mapping task stays two waves behind the last post task of its macro-tile: its projection runs in
     # between.
     lag = ceil_div(tiling.macro_tile, wave) + 2
@@ -178,7 +188,7 @@ def _backward(
 ) -> Lowered:
     graph, topology = tiled_grad.build_tiled_grad_graph(tiling, hidden_size)
     config = build_runtime_config(graph, topology, num_cube_cores=workers.cube)
-    wave = _wave_rows(wave_rows, tiling.token_tile, tiling.parts, workers)
+    wave = _wave_rows(wave_rows, tiling.token_tile, tiling.chunk_rows, tiling.parts, workers)
     # Mapping tasks are few and slow, so they run two waves ahead; the mixes' gradients follow the last of
     # their chunk.
     order_queue(

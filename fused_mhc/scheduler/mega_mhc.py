@@ -21,7 +21,7 @@ from fused_mhc.scheduler.fill import StageFill
 from fused_mhc.scheduler.graph import ComputeGraph, FillConfig, OperatorNode, OpType, TensorSpec
 from fused_mhc.scheduler.order import order_queue
 from fused_mhc.scheduler.runtime_config import RuntimeConfigC
-from fused_mhc.scheduler.split import SplitSpec, TaskSplitValue, ceil_div, round_up
+from fused_mhc.scheduler.split import TaskSplitValue, ceil_div, fixed_split, round_up, token_topology
 from fused_mhc.scheduler.task import TaskAiCoreType, TaskType
 
 __all__ = [
@@ -197,7 +197,7 @@ def _connect(
                 outputs=[spec[target]],
                 param_positions=[spec[source].param_position, spec[target].param_position],
                 split_value=tile,
-                split_spec=SplitSpec(None, lambda topology: tile_count, [0]),
+                split_spec=fixed_split(tile_count, [0]),
                 fill_config=fills[name],
                 diagnostic_name=diagnostic_name,
             )
@@ -205,6 +205,6 @@ def _connect(
     graph.add_edge("mhc_post", "mhc_norm_cast").add_edge("mhc_norm_cast", "mhc_projection")
     graph.add_edge("mhc_projection", "mhc_mapping").add_edge("mhc_norm_cast", "mhc_input_mix")
     graph.add_edge("mhc_input_mix", "mhc_rms_norm")
-    topology = TaskSplitValue(tp=1, ep=1, seq_size=token_count, all_expert_num=1, top_k=1)
+    topology = token_topology(token_count)
     graph.propagate_splits(topology)
     return graph, topology

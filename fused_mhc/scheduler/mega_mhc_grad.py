@@ -21,7 +21,7 @@ from fused_mhc.scheduler.fill import StageFill
 from fused_mhc.scheduler.graph import ComputeGraph, FillConfig, OperatorNode, OpType, TensorSpec
 from fused_mhc.scheduler.order import order_queue
 from fused_mhc.scheduler.runtime_config import RuntimeConfigC
-from fused_mhc.scheduler.split import SplitSpec, TaskSplitValue, ceil_div, round_up
+from fused_mhc.scheduler.split import TaskSplitValue, ceil_div, fixed_split, round_up, token_topology
 from fused_mhc.scheduler.task import FAST_DEPENDENCY_POLL_INTERVAL_US, TaskAiCoreType, TaskType
 
 __all__ = [
@@ -256,7 +256,7 @@ def build_mega_mhc_grad_graph(
                 outputs=[],
                 param_positions=[0],
                 split_value=split_value,
-                split_spec=SplitSpec(None, lambda topology, count=count: count, []),  # type: ignore[misc]
+                split_spec=fixed_split(count, []),
                 tiling_position=_TILING_POSITION,
                 fill_config=fill,
                 diagnostic_name=diagnostic_name,
@@ -264,6 +264,6 @@ def build_mega_mhc_grad_graph(
         )
     for source, target in pairwise(stages):
         graph.add_edge(source[0], target[0])
-    topology = TaskSplitValue(tp=1, ep=1, seq_size=token_count, all_expert_num=1, top_k=1)
+    topology = token_topology(token_count)
     graph.propagate_splits(topology)
     return graph, topology

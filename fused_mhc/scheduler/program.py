@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import math
@@ -259,6 +260,11 @@ class Program:
     accesses: AccessTable = field(repr=False)
     epilogue: tuple[Reduction, ...] = ()
 
+    def __post_init__(self) -> None:
+        size = ctypes.sizeof(RuntimeConfigC)
+        if len(self.table) != size:
+            raise InputError(f"table: expected the {size} bytes of a table, got {len(self.table)}")
+
     @cached_property
     def config(self) -> RuntimeConfigC:
         """The table as a structure (a copy: changing it does not change the Program)."""
@@ -401,13 +407,14 @@ class Program:
             raise InputError(f"text: expected version {_VERSION}, got {document.get('version')!r}")
         try:
             program = _parse(document)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            digest = program.digest
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise InputError(
                 f"text: expected the fields of a Program, got {type(error).__name__}: {error}"
             ) from error
-        if program.digest != document.get("digest"):
+        if digest != document.get("digest"):
             raise InputError(
-                f"text: expected content of digest {document.get('digest')!r}, got content of digest {program.digest!r}"
+                f"text: expected content of digest {document.get('digest')!r}, got content of digest {digest!r}"
             )
         return program
 

@@ -243,10 +243,14 @@ def _foreign(config: RuntimeConfigC) -> str | None:
     lengths = list(config.task_index_num)
     if min(lengths) < 0 or sum(lengths) != count or any(lengths[2:]):
         return f"task_index_num {lengths} (not cube + vector = {count})"
-    types = task_array(config)["task_type"]
-    unknown = np.flatnonzero(~np.isin(types, list(TaskType)))
-    if unknown.size:
-        return f"task_type {int(types[unknown[0]])} of task {int(unknown[0])}"
+    for name, known in (
+        ("task_type", list(TaskType)),
+        ("task_aicore_type", [core for core, _, _ in _QUEUES]),
+    ):
+        values = task_array(config)[name]
+        unknown = np.flatnonzero(~np.isin(values, known))
+        if unknown.size:
+            return f"{name} {int(values[unknown[0]])} of task {int(unknown[0])}"
     for core, _, _ in _QUEUES:
         queue = queue_array(config, core)
         if queue.size and not 0 <= queue.min() <= queue.max() < count:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from fused_mhc.errors import InputError
 
-__all__ = ["SplitSpec", "TaskSplitValue", "ceil_div", "round_up"]
+__all__ = ["SplitSpec", "TaskSplitValue", "ceil_div", "fixed_split", "round_up", "token_topology"]
 
 
 def ceil_div(value: int, divisor: int) -> int:
@@ -105,3 +105,13 @@ class SplitSpec:
     split_inputs: list[tuple[int, int]] | None
     task_num_fn: Callable[[TaskSplitValue], int]
     split_output_dims: list[int] = field(default_factory=lambda: [0])
+
+
+def fixed_split(task_num: int, split_output_dims: list[int]) -> SplitSpec:
+    """The rule of a source of ``task_num`` tasks."""
+    return SplitSpec(None, lambda topology: task_num, split_output_dims)
+
+
+def token_topology(token_count: int) -> TaskSplitValue:
+    """The topology of a graph that is cut along its tokens alone."""
+    return TaskSplitValue(tp=1, ep=1, seq_size=token_count, all_expert_num=1, top_k=1)

@@ -9,7 +9,8 @@ last left.
 of one tile, so no stage reads or writes mixed in memory. ``tile_projection`` (cube) multiplies a macro-tile
 with one of ``parts`` slices of phi's columns; ``tile_mapping`` (vector) adds those in slice order. Nothing
 waits for all tiles: at best 10 units of traffic a token (a unit is the C values of one stream), where the
-fixed graph's barrier costs 14.
+fixed graph's barrier costs 14. As many workers as an H200 has hold more rows than its L2 at once; a window keeps the
+posts from running ahead: those of a macro-tile then wait for the projection of the one so many rows before it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fused_mhc.errors import InputError
 from fused_mhc.scheduler.event import EVENT_INVALID_ID, MAX_EVENT_CAPACITY
 from fused_mhc.scheduler.fill import StageFill
 from fused_mhc.scheduler.graph import ComputeGraph, OperatorNode, OpType, TensorSpec
-from fused_mhc.scheduler.split import SplitSpec, TaskSplitValue, ceil_div, round_up
+from fused_mhc.scheduler.split import TaskSplitValue, ceil_div, fixed_split, round_up, token_topology
 from fused_mhc.scheduler.task import MAX_TASK_NUM, TaskAiCoreType, TaskType
 
 __all__ = [
@@ -65,7 +66,8 @@ def split_columns(columns: int, parts: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class TiledTiling:
-    """Tiles, macro-tiles (a whole number of tiles) and column slices of the projection."""
+    """Tiles, macro-tiles (a whole number of tiles) and column slices of the projection; ``window`` macro-tiles may be
+    between their posts and their projection (None: any number)."""
 
     token_count: int
     token_tile: int
@@ -74,6 +76,7 @@ class TiledTiling:
     part_width: int
     tile_count: int
     macro_count: int
+    window: int | None
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ def make_tiling(
     token_tile: int = DEFAULT_TOKEN_TILE,
     macro_tile: int = DEFAULT_MACRO_TILE,
     parts: int = DEFAULT_PARTS,
+    window_rows: int | None = None,
 ) -> TiledTiling:
     """Tiles of ``token_count`` tokens and slices of the projection's ``columns``; all tiles double together
     until the tables hold the graph."""
@@ -108,7 +112,8 @@ def make_tiling(
         tiles, macros = ceil_div(token_count, token_tile), ceil_div(token_count, macro_tile)
         fits_tasks = tiles + macros * (parts + 1) <= MAX_TASK_NUM
         if fits_tasks and build_event_layout(macros).event_count <= MAX_EVENT_CAPACITY:
-            return TiledTiling(token_count, token_tile, macro_tile, count, width, tiles, macros)
+            window = None if window_rows is None else max(1, window_rows // macro_tile)
+            return TiledTiling(token_count, token_tile, macro_tile, count, width, tiles, macros, window)
         token_tile, macro_tile = 2 * token_tile, 2 * macro_tile
 
 
@@ -116,7 +121,9 @@ def build_tiled_graph(tiling: TiledTiling, hidden_size: int) -> tuple[ComputeGra
     """The graph of that tiling and its topology, split."""
     layout = build_event_layout(tiling.macro_count)
     tiles, macros = np.arange(tiling.tile_count), np.arange(tiling.macro_count)
-    posts = layout.post_base + tiles * tiling.token_tile // tiling.macro_tile
+    macro_of_tile = tiles * tiling.token_tile // tiling.macro_tile
+    before = macro_of_tile - (tiling.window or tiling.macro_count)
+    may_start = np.where(before >= 0, layout.projection_base + before, EVENT_INVALID_ID)
     pieces = np.repeat(macros, tiling.parts)
     shape = [tiling.token_count, hidden_size]
     names = ("residual", "new_residual", "logits_partial", "next_mixes")
@@ -131,7 +138,7 @@ def build_tiled_graph(tiling: TiledTiling, hidden_size: int) -> tuple[ComputeGra
             "new_residual",
             tiling.tile_count,
             tiling.token_tile,
-            StageFill(TaskType.TASK_TILE_POST_MIX_NORM, _VECTOR, EVENT_INVALID_ID, posts),
+            StageFill(TaskType.TASK_TILE_POST_MIX_NORM, _VECTOR, may_start, layout.post_base + macro_of_tile),
         ),
         (
             "tile_projection",
@@ -165,7 +172,7 @@ def build_tiled_graph(tiling: TiledTiling, hidden_size: int) -> tuple[ComputeGra
             outputs=[spec[target]],
             param_positions=[spec[source].param_position, spec[target].param_position],
             split_value=rows,
-            split_spec=SplitSpec(None, lambda topology, count=count: count, [0]),  # type: ignore[misc]
+            split_spec=fixed_split(count, [0]),
             fill_config=fill,
             diagnostic_name="".join(word.capitalize() for word in name.split("_")),
         )
@@ -173,6 +180,6 @@ def build_tiled_graph(tiling: TiledTiling, hidden_size: int) -> tuple[ComputeGra
         if previous is not None:
             graph.add_edge(previous, op)
         previous = op
-    topology = TaskSplitValue(tp=1, ep=1, seq_size=tiling.token_count, all_expert_num=1, top_k=1)
+    topology = token_topology(tiling.token_count)
     graph.propagate_splits(topology)
     return graph, topology

@@ -25,7 +25,7 @@ from fused_mhc.errors import InputError
 from fused_mhc.scheduler.event import EVENT_INVALID_ID, MAX_EVENT_CAPACITY
 from fused_mhc.scheduler.fill import StageFill
 from fused_mhc.scheduler.graph import ComputeGraph, OperatorNode, OpType, TensorSpec
-from fused_mhc.scheduler.split import SplitSpec, TaskSplitValue, ceil_div
+from fused_mhc.scheduler.split import TaskSplitValue, ceil_div, fixed_split, token_topology
 from fused_mhc.scheduler.task import MAX_TASK_NUM, TaskAiCoreType, TaskType
 from fused_mhc.scheduler.tiled import PART_GRANULARITY, check_token_tile, split_columns
 
@@ -170,13 +170,13 @@ def build_tiled_grad_graph(tiling: TiledGradTiling, hidden_size: int) -> tuple[C
                 outputs=[],
                 param_positions=[0],
                 split_value=rows,
-                split_spec=SplitSpec(None, lambda topology, count=count: count, []),  # type: ignore[misc]
+                split_spec=fixed_split(count, []),
                 fill_config=fill,
                 diagnostic_name="".join(word.capitalize() for word in name.split("_")),
             )
         )
     graph.add_edge("tile_mapping_grad", "tile_post_grad").add_edge("tile_norm_grad", "tile_post_grad")
     graph.add_edge("tile_post_grad", "tile_phi_grad").add_edge("tile_post_grad", "tile_mix_grad")
-    topology = TaskSplitValue(tp=1, ep=1, seq_size=tiling.token_count, all_expert_num=1, top_k=1)
+    topology = token_topology(tiling.token_count)
     graph.propagate_splits(topology)
     return graph, topology

@@ -39,7 +39,7 @@ class EventOrder:
 
 def verify(program: Program) -> None:
     """Prove that a Program can run: limits, queues, trigger counts, no cycle, no race, no read before a
-    write, every output written, and no deadlock of its in-order queues.
+    write, every output written, an epilogue that makes every result, and no deadlock of its in-order queues.
 
     Two tasks that events leave unordered may not touch the same bytes unless both only read; the order of a
     queue does not count, so any executor that respects events gives the same bytes.
@@ -52,6 +52,7 @@ def verify(program: Program) -> None:
     _check_triggers(program)
     order = event_order(program)
     _check_accesses(program, order)
+    _check_epilogue(program)
     check_queues(program)
 
 
@@ -65,7 +66,7 @@ def _check_limits(program: Program) -> None:
             f"got {program.event_count}"
         )
     workers = (program.num_cube_workers, program.num_vector_workers, program.mixed_workers)
-    if program.num_cube_workers <= 0 or program.num_vector_workers <= 0 or program.mixed_workers == 0:
+    if any(number is not None and number <= 0 for number in workers):
         raise ScheduleError(f"workers: expected positive counts (cube, vector, mixed or None), got {workers}")
     tasks = program.tasks
     for name, allowed in (("task_type", list(TaskType)), ("task_aicore_type", list(_CORES))):
@@ -131,11 +132,13 @@ def _check_triggers(program: Program) -> None:
     wrong = np.flatnonzero(producers != triggers)
     if wrong.size:
         event = int(wrong[0])
-        by = np.flatnonzero(tasks["trigger_event"] == event)
-        who = f", the first {program.describe_task(int(by[0]))}" if by.size else ""
+        who = "no task waits for it"
+        for verb, field in (("waits for", "dependent_event"), ("triggers", "trigger_event")):
+            found = np.flatnonzero(tasks[field] == event)
+            who = f"{program.describe_task(int(found[0]))} {verb} it" if found.size else who
         raise ScheduleError(
             f"{program.describe_event(event)}: trigger count {int(triggers[event])}, but {int(producers[event])} "
-            f"task(s) trigger it{who}"
+            f"task(s) trigger it ({who})"
         )
     depends = tasks["dependent_event"]
     waiting = np.flatnonzero(depends != EVENT_INVALID_ID)
@@ -233,6 +236,25 @@ def _check_accesses(program: Program, order: EventOrder) -> None:
             _check_coverage(program, index, start[writes], stop[writes])
         if rows.size:
             _check_buffer(program, order, index, task, start, stop, mode)
+
+
+def _check_epilogue(program: Program) -> None:
+    """Every result is the sum of one buffer of partial sums, and every such buffer makes one result."""
+    shapes = {
+        role: {b.name: b.shape for b in program.buffers if b.role == role} for role in ("partial", "result")
+    }
+    for step in program.epilogue:
+        partial, result = shapes["partial"].pop(step.partial, None), shapes["result"].pop(step.result, None)
+        if partial is None or result is None or partial[1:] != result:
+            raise ScheduleError(
+                f"epilogue: expected {step.result} (role result) as the sum over the first axis of {step.partial} (role "
+                f"partial), each once, got shapes {result} and {partial}"
+            )
+    left = [*shapes["partial"], *shapes["result"]]
+    if left:
+        raise ScheduleError(
+            f"epilogue: expected a sum for every partial and result buffer, got none for {left[0]}"
+        )
 
 
 def _check_bounds(program: Program) -> None:

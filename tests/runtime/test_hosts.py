@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 
 import pytest
 import torch
 from torch import Tensor
 
-from fused_mhc.errors import BackendError
-from fused_mhc.ops.mega_mhc import mega_mhc, mega_mhc_entry
+from fused_mhc.errors import BackendError, InputError
+from fused_mhc.ops.mega_mhc import mega_mhc, mega_mhc_entry, mega_mhc_exit
 from fused_mhc.runtime import last_launch
 from fused_mhc.runtime.hosts import program_host
 
@@ -167,8 +168,13 @@ def test_refuses() -> None:
     ]
     with pytest.raises(BackendError, match="at most 8 streams, got 9"):
         mega_mhc(*wide, schedule="mega")  # type: ignore[arg-type]
-    with pytest.raises(BackendError, match="backend 'cutile' runs no Programs"):
+    with pytest.raises(BackendError, match="with backend 'cutile': it runs no Programs"):
         program_host("mega_mhc", "fwd", "cutile")
+    with pytest.raises(BackendError, match="backend 'cutile' cannot run mega_mhc fwd"):
+        mega_mhc(*values, schedule="mega", backend="cutile")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"schedule: expected .*, got 'giga'"):
+        mega_mhc(*values, schedule="giga")  # type: ignore[arg-type]
+    assert "schedule" not in inspect.signature(mega_mhc_exit).parameters
     meta = [None if v is None else v.detach().to("meta") for v in values]
     with pytest.raises(BackendError, match="runs on CPU tensors, got meta"):
         program_host("mega_mhc", "fwd", "native")(*meta, 1e-6, 1e-6, 20)

@@ -100,6 +100,16 @@ def test_tiled_graphs_keep_data_in_the_cache() -> None:
         assert tiled.live_bytes < 0.5 * fixed.live_bytes
 
 
+def test_a_window_leaves_only_what_must_move() -> None:
+    """768 tokens in flight stay in an H200's L2: 10 units of traffic, and the logits and mixes."""
+    counts = {"num_cube_workers": 44, "num_vector_workers": 88, "mixed_workers": 132}
+    free, held = (
+        simulate(lower_tiled_mhc("forward", 8192, 5120, group_rows=32, window_rows=rows, **counts))  # type: ignore[arg-type]
+        for rows in (None, 768)
+    )
+    assert 10.0 < held.units < 10.3 < free.units
+
+
 def test_simulate_refuses() -> None:
     program = lowered("fixed", "forward")
     with pytest.raises(

@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 
 from fused_mhc.errors import InputError, ScheduleError
-from fused_mhc.scheduler import Buffer, Program, lower_mega_mhc, lower_tiled_mhc, verify
+from fused_mhc.scheduler import (
+    EVENT_INVALID_ID,
+    Buffer,
+    Program,
+    TaskType,
+    lower_mega_mhc,
+    lower_tiled_mhc,
+    verify,
+)
 from fused_mhc.scheduler.program import READ, WRITE
 
 LOWER = {"fixed": lower_mega_mhc, "tiled": lower_tiled_mhc}
@@ -160,12 +168,42 @@ def test_tiled_tiles_grow_until_the_table_holds_them(direction: str) -> None:
             lambda text: json.dumps({k: v for k, v in json.loads(text).items() if k != "stages"}),
             "KeyError: 'stages'",
         ),
+        (lambda text: json.dumps({**json.loads(text), "geometry": []}), "AttributeError"),
+        (lambda text: json.dumps({**json.loads(text), "event_count": "many"}), "TypeError"),
+        (lambda text: json.dumps({**json.loads(text), "triggers": [0] * 5000}), "fields of a Program"),
     ],
 )
 def test_bad_json(damage: object, message: str) -> None:
     text = lowered("fixed", "forward").to_json()
     with pytest.raises(InputError, match=message):
         Program.from_json(damage(text))  # type: ignore[operator]
+
+
+def test_a_program_has_a_whole_table() -> None:
+    program = lowered("fixed", "forward")
+    for table in (b"", program.table[:-1], program.table + b"\0"):
+        with pytest.raises(InputError, match=r"table: expected the [0-9]+ bytes of a table, got"):
+            replace(program, table=table)
+
+
+@pytest.mark.parametrize("window_rows", [1, 64, 100, 128])
+@pytest.mark.parametrize("mixed", [None, 1, 5])
+def test_window(window_rows: int, mixed: int | None) -> None:
+    """Posts of a macro-tile wait for the projection of the one that many rows before."""
+    program = lowered("tiled", "forward", tokens=500, mixed_workers=mixed, window_rows=window_rows)
+    verify(program)
+    window = max(1, window_rows // 64)
+    posts = program.tasks[program.tasks["task_type"] == TaskType.TASK_TILE_POST_MIX_NORM]
+    projection = next(part.base for part in program.events if part.name == "projection")
+    for macro, event in zip(posts["trigger_event"].tolist(), posts["dependent_event"].tolist(), strict=True):
+        assert event == (projection + macro - window if macro >= window else EVENT_INVALID_ID)
+
+
+def test_window_refuses() -> None:
+    with pytest.raises(InputError, match="window_rows must be positive, got 0"):
+        lowered("tiled", "forward", window_rows=0)
+    with pytest.raises(InputError, match="window_rows: expected None for the backward graph, got 64"):
+        lowered("tiled", "backward", window_rows=64)
 
 
 def test_reordered() -> None:

@@ -81,6 +81,10 @@ def test_foreign_types_and_queue_entries() -> None:
     with pytest.raises(InputError, match="task_type 99 of task 5"):
         load_runtime_config(bytes(changed))
     changed = RuntimeConfigC.from_buffer_copy(bytes(config))
+    changed.all_tasks[2].task_aicore_type = 3
+    with pytest.raises(InputError, match="task_aicore_type 3 of task 2"):
+        load_runtime_config(bytes(changed))
+    changed = RuntimeConfigC.from_buffer_copy(bytes(config))
     changed.vector_task_indices[0] = config.task_num
     with pytest.raises(InputError, match=r"queue entry outside 0\.\.11"):
         load_runtime_config(bytes(changed))

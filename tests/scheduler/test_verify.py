@@ -266,10 +266,20 @@ def test_bad_fields(field: str, value: int, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"num_cube_workers": 0}, {"num_vector_workers": -1}, {"mixed_workers": 0}]
+    "change",
+    [{"num_cube_workers": 0}, {"num_vector_workers": -1}, {"mixed_workers": 0}, {"mixed_workers": -2}],
 )
 def test_bad_workers(change: dict[str, int]) -> None:
     caught(replace(good("fixed", "forward", 200, 2, None), **change), "workers: expected positive counts")  # type: ignore[arg-type]
+
+
+def test_bad_epilogue() -> None:
+    program = good("fixed", "backward", 200, 2, None)
+    caught(replace(program, epilogue=program.epilogue[1:]), "epilogue: expected a sum for every partial")
+    twice = (program.epilogue[0], *program.epilogue)
+    caught(replace(program, epilogue=twice), "each once", program.epilogue[0].result)
+    swapped = (replace(program.epilogue[0], result=program.epilogue[1].result), *program.epilogue[1:])
+    caught(replace(program, epilogue=swapped), "as the sum over the first axis of partial_norm_weight")
 
 
 def test_bad_ranges(make_program: Callable[..., Program]) -> None:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from .. import env
 from ..errors import InputError
-from .options import check_names, chosen_device
+from .options import check_matplotlib, check_names, chosen_device
 
 if TYPE_CHECKING:
     from ..testing.bench import Report
@@ -82,7 +82,7 @@ def bench_command(
 
     from ..checks import check_count
     from ..testing.bench import CASES, PEERS, Case, installed_peers, run_bench
-    from ..testing.plot import check_matplotlib, plot_report
+    from ..testing.plot import plot_report
 
     check_count("--repeats", repeats)
     if dtype not in _DTYPES:

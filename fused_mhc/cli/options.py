@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from ..errors import InputError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["check_names", "chosen_device", "make_folder"]
+__all__ = ["check_matplotlib", "check_names", "chosen_device", "make_folder"]
 
 
 def chosen_device(name: str) -> torch.device:
@@ -33,6 +34,18 @@ def chosen_device(name: str) -> torch.device:
             f"--device: expected a device that is here, got {name!r}; CUDA devices: {torch.cuda.device_count()}"
         )
     return torch.device(name)
+
+
+def check_matplotlib(asker: str) -> None:
+    """matplotlib is installed; ``asker`` is the option or command that draws.
+
+    Raises:
+        InputError: it is not.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError(
+            f"{asker}: expected matplotlib to be installed (pip install 'fused-mhc[report]'), got none"
+        )
 
 
 def check_names(option: str, names: Sequence[str] | None, known: Sequence[str]) -> None:

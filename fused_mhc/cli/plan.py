@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import InputError
-from .options import make_folder
+from .options import check_matplotlib, make_folder
 
 __all__ = ["plan_command", "split_workers", "write_pictures"]
 
@@ -65,7 +65,6 @@ def plan_command(
 ) -> None:
     """Stages, tasks, events and critical path of a boundary's task graph, by the cost model of an H200."""
     from ..scheduler.plan import make_plan, search, summary
-    from ..testing.plot import check_matplotlib
 
     if pictures:
         check_matplotlib("--pictures")

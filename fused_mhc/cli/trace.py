@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from ..errors import InputError
-from .options import chosen_device, make_folder
+from .options import check_matplotlib, chosen_device, make_folder
 
 __all__ = ["trace_command"]
 
@@ -34,7 +34,6 @@ def trace_command(
     from ..ops.mega_mhc import mega_mhc
     from ..profiler import draw_gantt, export_chrome_trace, profile
     from ..runtime import last_launch
-    from ..testing.plot import check_matplotlib
 
     where = chosen_device(device)
     for name, value in (("--tokens", tokens), ("--hidden", hidden), ("--streams", streams)):

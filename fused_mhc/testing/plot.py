@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
-from ..errors import InputError
 from .bench import BenchRow, Report
 
-__all__ = ["check_matplotlib", "plot_report"]
-
-
-def check_matplotlib(option: str) -> None:
-    """matplotlib can be imported.
-
-    Raises:
-        InputError: it is not installed; ``option`` is what asked for it.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InputError(
-            f"{option}: expected matplotlib to be installed (pip install 'fused-mhc[report]'), got none"
-        )
+__all__ = ["plot_report"]
 
 
 def _label(row: BenchRow) -> str:

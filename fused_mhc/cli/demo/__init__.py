@@ -5,7 +5,6 @@ The heavy imports (torch, matplotlib) happen when the command runs.
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +16,7 @@ from rich.table import Table
 
 from ... import __version__
 from ...errors import BackendError, InputError
-from ..options import chosen_device, make_folder
+from ..options import check_matplotlib, chosen_device, make_folder
 
 if TYPE_CHECKING:
     import torch
@@ -56,8 +55,7 @@ def demo_command(
     Plain residual, two-pass mHC and single-pass mHC see the same batches. Prints held-out loss, step time, parameters
     and peak memory of each, and writes OUT/index.html with pictures.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InputError("demo: expected matplotlib (pip install 'fused-mhc[report]'), got no such package")
+    check_matplotlib("demo")
 
     import torch
 

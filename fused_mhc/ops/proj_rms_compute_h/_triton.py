@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._triton_common import Launcher, flatten, widen
 from . import config as tiles
-from ._triton_bwd import add_all_shares, g_parts, parts_for, project_bwd
+from ._triton_bwd import add_all_shares, g_parts, padded, parts_for, project_bwd
 from ._triton_fwd import project
 from ._triton_tiles import (
     alpha_columns,
@@ -159,8 +159,9 @@ def proj_rms_compute_h_fwd(
     precision: str,
 ) -> tuple[Tensor, ...]:
     lead, width, size = x.shape[:-1], x.shape[-1], weight.shape[0]
+    device = x.device
     outs = [
-        torch.empty(*lead, columns, dtype=torch.float32, device=x.device)
+        torch.empty((*lead, columns), dtype=torch.float32, device=device)
         for columns in (n, n, n * n, 1, size)
     ]
     count = x.numel() // width
@@ -168,7 +169,7 @@ def proj_rms_compute_h_fwd(
         return tuple(outs)
     partial, square, per_group = project(x, weight, precision)
     _mapping(
-        (triton.cdiv(count, MAPPING_TOKENS),),
+        (-(-count // MAPPING_TOKENS),),
         (
             partial,
             square,
@@ -183,7 +184,7 @@ def proj_rms_compute_h_fwd(
             eps,
             compute_h_eps,
         ),
-        (n, max(16, triton.next_power_of_2(size)), MAPPING_TOKENS, per_group, rms_eps_mode == "inside"),
+        (n, padded(size), MAPPING_TOKENS, per_group, rms_eps_mode == "inside"),
         2,
     )
     return tuple(outs)
@@ -219,8 +220,8 @@ def proj_rms_compute_h_bwd(
             if need
         ]
     grad = parts_for(x, size, gluon=needs[0] and needs[1])
-    mapping_tiles = triton.cdiv(count, tiles.SHARE_TOKENS)
-    mapping_shares = torch.empty(mapping_tiles, 2, grad.columns, dtype=torch.float32, device=x.device)
+    mapping_tiles = -(-count // tiles.SHARE_TOKENS)
+    mapping_shares = torch.empty((mapping_tiles, 2, grad.columns), dtype=torch.float32, device=x.device)
     grads: list[Tensor | None] = []
     strides: list[int] = []
     for g in (g_pre, g_post, g_res, g_r):

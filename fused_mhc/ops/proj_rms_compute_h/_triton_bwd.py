@@ -16,10 +16,10 @@ from torch import Tensor
 from ...device import device_info
 from .._triton_common import Launcher, alignment, flatten, store, widen
 from . import config as tiles
-from ._triton_fwd import runs_gluon, tma_rows
+from ._triton_fwd import hopper, runs_gluon, tma_rows
 from ._triton_tiles import PARTS, project_bwd_tile
 
-__all__ = ["GradParts", "add_all_shares", "add_shares", "g_parts", "parts_for", "project_bwd"]
+__all__ = ["GradParts", "add_all_shares", "add_shares", "g_parts", "padded", "parts_for", "project_bwd"]
 
 
 @triton.jit(
@@ -182,6 +182,11 @@ class GradParts(NamedTuple):
         return self.parts.shape[1] // 2 if self.interleaved else self.parts.shape[2]
 
 
+def padded(size: int) -> int:
+    """Columns of the projection rounded up to a power of two, at least 16."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
 def g_parts(dtype: torch.dtype) -> int:
     """bf16 parts of the mapping's gradient: three for fp32 x; for 16-bit x two, which are off by 2^-17."""
     return 3 if dtype is torch.float32 else 2
@@ -190,8 +195,8 @@ def g_parts(dtype: torch.dtype) -> int:
 def parts_for(x: Tensor, size: int, gluon: bool) -> GradParts:
     """Room for what stage two reads: ``gluon`` says that both gradients are wanted and nothing is added to g_x."""
     count = x.numel() // x.shape[-1]
-    interleaved = gluon and runs_gluon(x, size)
-    shape = (count, 64) if interleaved else (count, g_parts(x.dtype), max(16, triton.next_power_of_2(size)))
+    interleaved = gluon and runs_gluon(x.dtype, x.shape[-1], size, x.device)
+    shape = (count, 64) if interleaved else (count, g_parts(x.dtype), padded(size))
     return GradParts(
         torch.empty(shape, dtype=torch.bfloat16, device=x.device),
         torch.empty(count, dtype=torch.float32, device=x.device),
@@ -214,7 +219,7 @@ def add_all_shares(
     first = shares if shares is not None else mapping_shares
     assert first is not None
     _add_shares(
-        (max(1, triton.cdiv(elements, 1024)),),
+        (max(1, -(-elements // 1024)),),
         (
             first,
             total,
@@ -258,14 +263,12 @@ def project_bwd(
     """
     size, width = weight.shape
     count = x.numel() // width
-    chunks = triton.cdiv(count, tiles.CHUNK)
+    chunks = -(-count // tiles.CHUNK)
     matrix = weight.contiguous()
     g_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
-    shares = torch.empty(chunks, size, width, dtype=torch.float32, device=x.device) if needs_w else None
+    shares = torch.empty((chunks, size, width), dtype=torch.float32, device=x.device) if needs_w else None
     if grad.interleaved and g_x is not None and shares is not None:
-        from . import _gluon
-
-        _gluon.project_bwd(*tma_rows(x), matrix, grad.parts, grad.coefficient, g_x, shares)
+        hopper("bwd").project_bwd(*tma_rows(x), matrix, grad.parts, grad.coefficient, g_x, shares)
         return g_x, shares
     flat, stride = flatten(x, 1)
     inner = width if g_layer is None else g_layer.shape[-1]
@@ -277,7 +280,7 @@ def project_bwd(
         added.append(source)
         strides.append(step)
     _project_bwd(
-        (triton.cdiv(inner, chosen.grad_width), chunks, width // inner),
+        (-(-inner // chosen.grad_width), chunks, width // inner),
         (
             flat,
             matrix,

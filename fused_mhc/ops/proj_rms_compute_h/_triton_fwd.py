@@ -7,6 +7,10 @@ bits of a token depend neither on T nor on its neighbours.
 
 from __future__ import annotations
 
+import functools
+import importlib
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +21,7 @@ from .._triton_common import INTERPRETING, Launcher, alignment, flatten
 from . import config as tiles
 from ._triton_tiles import ORDER, PARTS, part, project_tile
 
-__all__ = ["project", "runs_gluon", "tma_rows"]
+__all__ = ["hopper", "project", "runs_gluon", "tma_rows"]
 
 
 @triton.jit(do_not_specialize=["width", "size", "part_width"])
@@ -108,12 +112,12 @@ _split_weight = Launcher(split_weight_kernel)
 _project = Launcher(project_kernel)
 
 
-def runs_gluon(x: Tensor, size: int) -> bool:
-    """Whether the Hopper kernels take rows like those of ``x`` and N = ``size``. Never a question of T or of strides:
-    a token's bits depend on the answer."""
-    if INTERPRETING.value or x.dtype is not torch.bfloat16 or size > 32 or x.shape[-1] % 8:
-        return False
-    return device_info(x.device).arch == "sm_90"
+@functools.lru_cache(maxsize=None)
+def runs_gluon(dtype: torch.dtype, width: int, size: int, device: torch.device) -> bool:
+    """Whether the Hopper kernels take x of this ``dtype`` and K = ``width``, with N = ``size``. Never a question of T
+    or of strides: a token's bits depend on the answer."""
+    fits = dtype is torch.bfloat16 and size <= 32 and width % 8 == 0
+    return fits and not INTERPRETING.value and device_info(device).arch == "sm_90"
 
 
 def tma_rows(x: Tensor) -> tuple[Tensor, int]:
@@ -122,6 +126,49 @@ def tma_rows(x: Tensor) -> tuple[Tensor, int]:
     if flat.data_ptr() % 16 or stride % 8 or stride < x.shape[-1]:
         return flat.clone(memory_format=torch.contiguous_format), x.shape[-1]
     return flat, stride
+
+
+class Plan(NamedTuple):
+    """What a call needs to know that its count of tokens and its strides have no part in."""
+
+    gluon: bool
+    tokens: int
+    columns: int
+    blocks: int
+    steps: int
+    x_parts: int
+    w_parts: int
+    order: int
+    num_warps: int
+    num_stages: int
+
+
+@functools.lru_cache(maxsize=None)
+def plan(
+    x_dtype: torch.dtype, w_dtype: torch.dtype, size: int, width: int, precision: str, device: torch.device
+) -> Plan:
+    gluon = runs_gluon(x_dtype, width, size, device)
+    chosen = tiles.heuristic((size, width), device_info(device).arch)
+    columns = 32 if gluon else tiles.columns(size)
+    order = ORDER[precision]
+    return Plan(
+        gluon=gluon,
+        tokens=128 if gluon else chosen.tokens,
+        columns=columns,
+        blocks=-(-size // columns),
+        steps=-(-width // tiles.STEP),
+        x_parts=PARTS[x_dtype],
+        w_parts=min(PARTS[w_dtype], order),
+        order=order,
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
+    )
+
+
+@functools.lru_cache(maxsize=None)
+def hopper(direction: str) -> Any:
+    """The module of Gluon kernels, loaded where they run."""
+    return importlib.import_module(f"{__package__}._gluon_{direction}")
 
 
 def project(x: Tensor, weight: Tensor, precision: str) -> tuple[Tensor, Tensor, int]:
@@ -137,34 +184,28 @@ def project(x: Tensor, weight: Tensor, precision: str) -> tuple[Tensor, Tensor, 
     """
     size, width = weight.shape
     count = x.numel() // width
-    gluon = runs_gluon(x, size)
-    chosen = tiles.heuristic((size, width), device_info(x.device).arch)
-    block = 32 if gluon else tiles.columns(size)
-    blocks, steps = triton.cdiv(size, block), triton.cdiv(width, tiles.STEP)
-    order = ORDER[precision]
-    w_parts = min(PARTS[weight.dtype], order)
-    parts = torch.empty(w_parts, blocks * block, steps * tiles.STEP, dtype=torch.bfloat16, device=x.device)
-    part_width = parts.shape[2]
+    device = x.device
+    use = plan(x.dtype, weight.dtype, size, width, precision, device)
+    rows, part_width = use.blocks * use.columns, use.steps * tiles.STEP
+    parts = torch.empty((use.w_parts, rows, part_width), dtype=torch.bfloat16, device=device)
     _split_weight(
-        (triton.cdiv(part_width, 1024), blocks * block),
+        (-(-part_width // 1024), rows),
         (weight.contiguous(), parts, width, size, part_width),
-        (w_parts, 1024),
+        (use.w_parts, 1024),
         4,
     )
-    token_tiles = triton.cdiv(count, 128 if gluon else chosen.tokens)
-    slices = tiles.slices_per_program(token_tiles, triton.cdiv(width, tiles.GROUP))
+    token_tiles = -(-count // use.tokens)
+    slices = tiles.slices_per_program(token_tiles, -(-width // tiles.GROUP))
     per_program = slices * (tiles.SLICE // tiles.STEP)
-    partials = triton.cdiv(steps, per_program)
-    partial = torch.empty(partials, count, size, dtype=torch.float32, device=x.device)
-    square = torch.empty(partials, count, dtype=torch.float32, device=x.device)
-    if gluon:
-        from . import _gluon
-
-        _gluon.project((partials, token_tiles), *tma_rows(x), parts, partial, square, per_program)
+    partials = -(-use.steps // per_program)
+    partial = torch.empty((partials, count, size), dtype=torch.float32, device=device)
+    square = torch.empty((partials, count), dtype=torch.float32, device=device)
+    if use.gluon:
+        hopper("fwd").project((partials, token_tiles), *tma_rows(x), parts, partial, square, per_program)
     else:
         flat, stride = flatten(x, 1)
         _project(
-            (partials, token_tiles, blocks),
+            (partials, token_tiles, use.blocks),
             (
                 flat,
                 parts,
@@ -174,22 +215,22 @@ def project(x: Tensor, weight: Tensor, precision: str) -> tuple[Tensor, Tensor, 
                 stride,
                 width,
                 size,
-                parts.stride(0),
+                rows * part_width,
                 part_width,
-                steps,
+                use.steps,
                 per_program,
             ),
             (
-                chosen.tokens,
-                block,
+                use.tokens,
+                use.columns,
                 tiles.STEP,
                 tiles.SLICE // tiles.STEP,
-                PARTS[x.dtype],
-                w_parts,
-                order,
+                use.x_parts,
+                use.w_parts,
+                use.order,
                 alignment(stride, width),
             ),
-            chosen.num_warps,
-            chosen.num_stages,
+            use.num_warps,
+            use.num_stages,
         )
     return partial, square, tiles.GROUP // tiles.SLICE // slices

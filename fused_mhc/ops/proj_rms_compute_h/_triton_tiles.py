@@ -94,7 +94,7 @@ def project_tile(
     """
     stride_x = (stride_x // ALIGN) * ALIGN
     width = (width // ALIGN) * ALIGN
-    part_width = (part_width // STEP) * STEP
+    part_stride, part_width = (part_stride // STEP) * STEP, (part_width // STEP) * STEP
     x_rows = x_ptr + rows[:, None] * stride_x
     w_rows = cols * part_width
     proj = tl.zeros((rows.shape[0], cols.shape[0]), tl.float32)

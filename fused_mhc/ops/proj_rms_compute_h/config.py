@@ -78,7 +78,7 @@ def heuristic(shape: tuple[int, int], arch: str) -> ProjectionConfig:
     return ProjectionConfig(
         tokens=128 if block <= 64 else 64,
         num_warps=8,
-        num_stages=2 if small_memory else 4 if block <= 32 else 3,
+        num_stages=2 if small_memory or block > 64 else 4 if block <= 32 else 3,
         grad_tokens=grad_tokens,
         grad_width=grad_width,
         grad_warps=8,

@@ -41,7 +41,9 @@ def draw_gantt(launch: Launch, path: str | Path) -> None:
     axes.set_ylabel("worker")
     axes.margins(x=0)
     idle = ", ".join(f"{role} {share:.0%}" for role, share in launch.idle_share().items())
-    axes.set_title(f"{launch.kernel_name} {launch.direction}: {launch.span_ns / 1e3:.0f} us, idle {idle}")
+    axes.set_title(
+        f"{launch.kernel_name} {launch.direction} ({launch.executor}): {launch.span_ns / 1e3:.0f} us, idle {idle}"
+    )
     handles = [Patch(color=f"C{index}", label=name) for index, name in enumerate(names)]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(names), 5), frameon=False)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))

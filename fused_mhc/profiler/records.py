@@ -159,6 +159,6 @@ def of_simulation(simulation: Simulation) -> Launch:
     return make_launch(
         program,
         np.concatenate([wait[waited], compute]),
-        executor=f"simulated {simulation.machine.name}",
+        executor=f"model of {simulation.machine.name}, not measured",
         kernel_name=f"simulated_{program.graph}",
     )

@@ -206,7 +206,7 @@ def summary(candidate: Candidate) -> dict[str, Any]:
 def dag_svg(program: Program) -> str:
     """The stages and the events between them as an SVG picture: boxes are stages, arrows are waits."""
     columns = _columns(program)
-    width, height, gap_x, gap_y, margin = 190, 64, 70, 26, 20
+    width, height, gap_x, gap_y, margin = 210, 64, 84, 28, 20
     place = {
         name: (margin + column * (width + gap_x), margin + row * (height + gap_y))
         for column, names in enumerate(columns)
@@ -221,10 +221,11 @@ def dag_svg(program: Program) -> str:
         from_x, from_y = (x0 + width / 2, y0 + height) if back else (x0 + width, y0 + height / 2)
         to_x, to_y = (x1 + width / 2, y1 + height) if back else (x1, y1 + height / 2)
         mid_x, mid_y = (from_x + to_x) / 2, (from_y + to_y) / 2 + (24 if back else 0)
+        text_x, text_y = (from_x - width / 4, from_y + 20) if back else (mid_x, mid_y - 4)
         parts.append(
             f'<path d="M{from_x:g},{from_y:g} Q{mid_x:g},{mid_y:g} {to_x:g},{to_y:g}" '
             'fill="none" stroke="#555" marker-end="url(#tip)"/>'
-            f'<text x="{mid_x:g}" y="{mid_y - 4:g}" text-anchor="middle" font-size="9" fill="#555">'
+            f'<text x="{text_x:g}" y="{text_y:g}" text-anchor="middle" font-size="9" fill="#555">'
             f"{escape(event)}</text>"
         )
     for stage in program.stages:

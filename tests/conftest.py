@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from fused_mhc import env
 from fused_mhc.checks import FLOAT_DTYPES
-from fused_mhc.testing.verify import plan_verify
+from fused_mhc.testing.verify import SHAPES, plan_verify
 
 FORCED = env.forced_backend()
 BACKEND = "native" if FORCED in (None, "auto") else FORCED
@@ -22,6 +22,9 @@ NATIVE = BACKEND == "native"
 DEVICE = "cpu" if NATIVE or env.interpreting() else "cuda"
 #: fp64 runs on native alone.
 DTYPES = [d for d in FLOAT_DTYPES if NATIVE or d is not torch.float64]
+
+# The interpreter takes about a second for a call on the largest shapes; they are left to native and to the GPU.
+CASE_SHAPES = [s for s in SHAPES if NATIVE or not env.interpreting() or s.tokens * s.width < 500]
 
 # These hold native's own promises (fp64, its memory, its generator), whatever backend is forced.
 collect_ignore = [] if NATIVE else ["ops/test_gradcheck.py", "ops/test_native.py"]
@@ -51,7 +54,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """``case``: every operation, mode, dtype and shape that the tested backend runs. ``dtype``: its dtypes."""
     wanted = set(metafunc.fixturenames) - _own(metafunc)
     if "case" in wanted:
-        cases = plan_verify([BACKEND], device=DEVICE)
+        cases = plan_verify([BACKEND], device=DEVICE, shapes=CASE_SHAPES)
         metafunc.parametrize("case", cases, ids=[str(c).replace(" ", "-") for c in cases])
     if "dtype" in wanted:
         metafunc.parametrize("dtype", DTYPES, ids=[str(d).removeprefix("torch.") for d in DTYPES])

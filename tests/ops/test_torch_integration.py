@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from fused_mhc import fused_h_post_bda, mhc_pre
 from fused_mhc.testing.compare import assert_bit_equal, evaluate
 from fused_mhc.testing.inputs import CATALOGUE, Mode, Operation, Shape, make_cotangents, make_tensors
 
@@ -127,6 +129,33 @@ def test_compile(name: str, mode: Mode, device: str) -> None:
         counts.append(counter.frame_count)
     assert counts[0] == 1
     assert counts[-1] <= 2, f"compilations after each T: {counts}"
+
+
+#: The default compiler of torch.compile builds C++ on a CPU.
+COMPILERS = ["aot_eager", "inductor"] if shutil.which("g++") or torch.cuda.is_available() else ["aot_eager"]
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_compile_a_sublayer(compiler: str, device: str) -> None:
+    """Both ends of a sublayer and elementwise work between them, in one graph."""
+    torch._dynamo.reset()
+    tensors = make_tensors("mhc_pre", Shape((6,), 4, 8), torch.float32, device=device)
+
+    def sublayer(**given: Tensor | None) -> Tensor:
+        layer_input, h_post, h_res, x = mhc_pre(**given)  # type: ignore[arg-type]
+        return fused_h_post_bda(h_res, x, h_post, 2.0 * layer_input, dropout_p=0.1, seed=3)
+
+    results = evaluate(sublayer, ("out",), tensors, {}).results
+    cotangents = make_cotangents(results)
+    expected = evaluate(sublayer, ("out",), tensors, {}, cotangents)
+    compiled = torch.compile(sublayer, fullgraph=True, backend=compiler)
+    actual = evaluate(compiled, ("out",), tensors, {}, cotangents)
+    assert_bit_equal(actual.results["out"], expected.results["out"])
+    for key, gradient in actual.gradients.items():
+        eager = expected.gradients[key]
+        assert gradient is not None
+        assert eager is not None
+        assert_bit_equal(gradient, eager, key)
 
 
 @pytest.mark.parametrize(("name", "mode"), CALLS)

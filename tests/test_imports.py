@@ -55,9 +55,9 @@ ALLOWED: dict[str, set[str]] = {
 }
 #: The only files of cli that may see `testing`.
 SEES_TESTING = {"cli/verify.py", "cli/bench.py", "cli/tune.py"}
-#: Folders of ops that may use the `*_tile` functions of another one's kernels.
-SHARES_TILES = {"mega_mhc", "mhc_pre"}
-KERNELS = {"_triton", "_cutile"}
+#: Folders of ops that fuse others: they may use what another one's kernel files offer, tile functions and hosts.
+FUSING = {"contract", "mega_mhc", "mhc_pre"}
+KERNELS = ("_triton", "_gluon", "_cutile")
 
 
 def sources() -> list[Path]:
@@ -104,23 +104,34 @@ def test_imports_point_downwards(path: Path) -> None:
             assert inner.as_posix() in SEES_TESTING, f"{inner} imports testing"
 
 
+def offered(parts: tuple[str, ...]) -> list[str]:
+    """``__all__`` of a module."""
+    tree = ast.parse(PACKAGE.joinpath(*parts).with_suffix(".py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and [ast.unparse(t) for t in node.targets] == ["__all__"]:
+            names: list[str] = ast.literal_eval(node.value)
+            return names
+    return []
+
+
 @pytest.mark.parametrize(
     "path", sorted((PACKAGE / "ops").rglob("*.py")), ids=lambda p: f"{p.parent.name}/{p.name}"
 )
 def test_kernels_stay_in_their_folder(path: Path) -> None:
     folder = path.relative_to(PACKAGE / "ops").parts[0]
     for parts, name in imports(path):
-        foreign = len(parts) > 2 and parts[0] == "ops" and parts[1] != folder and parts[2] in KERNELS
+        foreign = len(parts) > 2 and parts[0] == "ops" and parts[1] != folder and parts[2].startswith(KERNELS)
         if foreign:
-            assert folder in SHARES_TILES, f"{path} imports the kernels of {parts[1]}"
+            assert folder in FUSING, f"{path} imports the kernels of {parts[1]}"
             assert name is not None, f"{path} imports all kernels of {parts[1]}"
-            assert name.endswith("_tile"), f"{path} imports {name} of {parts[1]}"
+            assert name in offered(parts), f"{path} imports {name} of {parts[1]}, which does not offer it"
+            assert not name.endswith("_kernel"), f"{path} imports {name} of {parts[1]}"
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "ops").rglob("__init__.py")), ids=lambda p: p.parent.name)
 def test_kernels_load_only_when_asked_for(path: Path) -> None:
     loaded = {part for parts in modules(path) for part in parts}
-    assert not loaded & KERNELS
+    assert not [part for part in loaded if part.startswith(KERNELS)]
 
 
 def fresh(code: str) -> None:

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """The projection's read of x for Hopper, in Gluon: bf16 x, at most 32 columns.
 
 One warp moves tiles of x and of the weight's parts through rings in shared memory by TMA, two warpgroups multiply them

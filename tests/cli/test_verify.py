@@ -22,7 +22,9 @@ def test_one_operation_passes() -> None:
 
 
 def test_json_rows() -> None:
-    result = runner.invoke(app, ["verify", "--op", "input_expand", "--device", "cpu", "--json"])
+    result = runner.invoke(
+        app, ["verify", "--op", "input_expand", "--backend", "native", "--device", "cpu", "--json"]
+    )
     assert result.exit_code == 0
     rows = json.loads(result.stdout)
     assert {(row["op"], row["backend"]) for row in rows} == {("input_expand", "native")}

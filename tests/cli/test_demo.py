@@ -53,6 +53,12 @@ def test_report_and_repeat(tmp_path: Path) -> None:
     assert figures(run(tmp_path / "c", "--seed", "1")) != figures(first)
 
 
+def test_one_stream_and_one_step(tmp_path: Path) -> None:
+    for model in run(tmp_path, "--streams", "1", "--steps", "1")["models"]:
+        assert [step for step, _ in model["held_out"]] == [1]
+        assert model["gain_forward"] == pytest.approx([1.0] * 8, abs=1e-4)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_models_are_causal_and_say_how_they_mix(name: str) -> None:
     model = build(name, 32, 2, 4, seed=0)
@@ -100,6 +106,7 @@ def test_peak_is_what_a_step_holds() -> None:
         (["--hidden", "0"], "--hidden"),
         (["--hidden", "40"], "--hidden"),
         (["--seed", "-1"], "--seed"),
+        (["--seed", str(2**63)], "--seed"),
         (["--device", "toaster"], "--device"),
     ],
 )

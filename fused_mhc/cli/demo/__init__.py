@@ -23,6 +23,17 @@ if TYPE_CHECKING:
 
 __all__ = ["demo_command"]
 
+#: The operations of the three models.
+USED = {
+    "h_post_bda",
+    "input_expand",
+    "mega_mhc",
+    "mega_mhc_entry",
+    "mega_mhc_exit",
+    "mhc_pre",
+    "output_contract",
+}
+
 
 def _check_hidden(hidden: int) -> None:
     from .model import HEAD_SIZE
@@ -32,12 +43,12 @@ def _check_hidden(hidden: int) -> None:
 
 
 def _check_backends(device: torch.device) -> None:
-    """The environment's choice of backend is understood and can run here."""
+    """The environment's choice of backend is understood, and runs what the models use."""
     from ...dispatch import backend_status
 
     for row in backend_status(device=device):
-        if row.chosen == "none":
-            raise BackendError(f"no backend runs {row}")
+        if row.op in USED and row.chosen == "none":
+            raise BackendError(f"demo: no backend runs {row}")
 
 
 def demo_command(
@@ -67,7 +78,8 @@ def demo_command(
 
     check_count("--steps", steps)
     check_streams("--streams", streams)
-    check_count("--seed", seed, least=0)
+    if not 0 <= seed < 2**63:
+        raise InputError(f"--seed: expected 0 to 2**63 - 1, got {seed}")
     _check_hidden(hidden)
     where = chosen_device(device)
     _check_backends(where)

@@ -16,7 +16,7 @@ from ...nn import HyperConnection, SinglePassHyperConnection
 from ...ops.contract import input_expand, output_contract
 from ...ops.mega_mhc import mega_mhc_exit
 
-__all__ = ["HEAD_SIZE", "MODELS", "ByteModel", "build"]
+__all__ = ["HEAD_SIZE", "MODELS", "PLAIN", "ByteModel", "build"]
 
 BYTES = 256
 HEAD_SIZE = 32
@@ -160,8 +160,10 @@ class SinglePassModel(ByteModel):
         return mega_mhc_exit(output, residual, mixes.pre, mixes.post, mixes.residual, self.norm.weight)
 
 
+#: The model that the others are compared with.
+PLAIN = "plain residual"
 MODELS: dict[str, type[ByteModel]] = {
-    "plain residual": ResidualModel,
+    PLAIN: ResidualModel,
     "two-pass mHC": TwoPassModel,
     "single-pass mHC": SinglePassModel,
 }

@@ -10,14 +10,15 @@ from typing import Any
 
 from torch import Tensor
 
-from .mixing import Gains
+from .mixing import Gains, gains
+from .model import PLAIN
 from .training import Result
 
 __all__ = ["TABLE_HEAD", "table_row", "write_report"]
 
 #: How each model's line looks; the three differ in more than colour, so that lines on top of one another show.
 STYLES: dict[str, dict[str, Any]] = {
-    "plain residual": {"color": "#9ca3af", "linestyle": "-", "linewidth": 4, "marker": "o", "markersize": 8},
+    PLAIN: {"color": "#9ca3af", "linestyle": "-", "linewidth": 4, "marker": "o", "markersize": 8},
     "two-pass mHC": {"color": "#2563eb", "linestyle": "-", "linewidth": 1.5, "marker": "o", "markersize": 4},
     "single-pass mHC": {
         "color": "#d97706",
@@ -168,12 +169,10 @@ def write_report(
         results: one per model.
         matrices: residual mixing of each model on one held-out batch, ``[sites, tokens, n, n]`` (CPU).
     """
-    from .mixing import gains
-
     gain = {name: gains(of) for name, of in matrices.items()}
-    many = {name: of for name, of in matrices.items() if of.shape[-1] > 1}
+    mixed = {name: of for name, of in matrices.items() if name != PLAIN}
     _loss_picture(folder / "loss.png", results)
-    _mixing_picture(folder / "mixing.png", many, site=len(next(iter(many.values()))) // 2)
+    _mixing_picture(folder / "mixing.png", mixed, site=len(matrices[PLAIN]) // 2)
     _gain_picture(folder / "gain.png", gain)
     document = {
         "facts": facts,

@@ -8,10 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .._triton_common import Launcher, alignment, flatten, load_columns, load_streams, store_columns, widen
+from ._triton_learned import learned_output_contract_bwd, learned_output_contract_fwd
 
 __all__ = [
     "input_expand_bwd",
     "input_expand_fwd",
+    "learned_output_contract_bwd",
+    "learned_output_contract_fwd",
     "output_contract_bwd",
     "output_contract_fwd",
     "stream_sum_tile",

@@ -19,7 +19,7 @@ def heuristic(n: int, width: int, itemsize: int) -> RowConfig:
 
 def candidates(n: int, width: int, itemsize: int) -> list[RowConfig]:
     """Configurations worth timing. Each has its own order of sums in the backward: a choice among them changes bits."""
-    return row_candidates(width, itemsize, n + 1, _REGISTERS, 4 * _MOST_WARPS)
+    return row_candidates(width, itemsize, n + 1, _REGISTERS, _MOST_WARPS)
 
 
 def valid(config: RowConfig, n: int, width: int, itemsize: int) -> bool:

@@ -51,15 +51,13 @@ _BIAS_BLOCK, _SUM_BLOCK = 32, 1024
 
 
 @triton.jit
-def mix_tile(streams, h_res, n: tl.constexpr):
-    """``out[j] = sum_i h_res[i, j]*streams[i]``, first stream to last, in fp32."""
-    mixed = ()
-    for j in tl.static_range(n):
-        total = h_res[j] * widen(streams[0])
-        for i in tl.static_range(1, n):
-            total = total + h_res[i * n + j] * widen(streams[i])
-        mixed = mixed + (total,)
-    return mixed
+def mix_tile(streams, weights, n: tl.constexpr):
+    """One new stream: ``sum_i weights[i]*streams[i]``, first stream to last, in fp32; weights a column of the mixing
+    matrix."""
+    total = weights[0] * widen(streams[0])
+    for i in tl.static_range(1, n):
+        total = total + weights[i] * widen(streams[i])
+    return total
 
 
 @triton.jit
@@ -192,7 +190,10 @@ def h_post_bda_fwd_kernel(
     token = tl.program_id(0).to(tl.int64)
     residual_row = residual_ptr + token * (residual_stride * ALIGN)
     x_row = x_ptr + token * (x_stride * ALIGN)
-    h_res = load_scalars(h_res_ptr + token * h_res_stride, n * n)
+    h_res_row = h_res_ptr + token * h_res_stride
+    # More than eight streams have more weights than a thread has registers: those are loaded where they are used.
+    HELD: tl.constexpr = n * n if n <= 8 else 0
+    h_res = load_scalars(h_res_row, HELD)
     h_post = load_scalars(h_post_ptr + token * h_post_stride, n)
     seed = tl.load(seed_ptr) if DROP else None
     for start in range(0, C, BLOCK * GROUP):
@@ -207,13 +208,14 @@ def h_post_bda_fwd_kernel(
         for k in tl.static_range(GROUP):
             columns = start + k * BLOCK + tl.arange(0, BLOCK)
             branch = _branch(branches[k], bias_ptr is not None)
-            mixed = mix_tile(streams[k * n : k * n + n], h_res, n)
             for j in tl.static_range(n):
+                weights = h_res[j:HELD:n] if HELD > 0 else load_scalars(h_res_row + j, n, n)
+                mixed = mix_tile(streams[k * n : k * n + n], weights, n)
                 row = token * n + j
                 added = drop_tile(
                     h_post[j] * branch, seed, row, start + k * BLOCK, threshold, scale, C, BLOCK, DROP
                 )
-                store_columns(out_ptr + row * C, columns, mixed[j] + added, C, FULL)
+                store_columns(out_ptr + row * C, columns, mixed + added, C, FULL)
 
 
 @triton.jit(
@@ -348,8 +350,8 @@ def _sum_chunks(sums_ptr, out_ptr, block, chunks, C: tl.constexpr, BLOCK: tl.con
             mask = (first + k < chunks)[:, None] & (columns < C)[None, :]
             at = sums_ptr + (first + k)[:, None] * C + columns[None, :]
             rows = rows + (tl.load(at, mask=mask, other=0.0),)
-        runs = rows[0]
-        for k in tl.static_range(1, RUN):
+        runs = tl.zeros((RUNS, BLOCK), tl.float32)
+        for k in tl.static_range(RUN):
             runs = runs + rows[k]
         total = total + tl.sum(runs, 0)
     store_columns(out_ptr, columns, total, C, False)
@@ -421,6 +423,10 @@ def _fp32(value: float) -> float:
     return rounded
 
 
+def _fp32_empty(like: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=like.device)
+
+
 def h_post_bda_fwd(
     h_res: Tensor,
     original_residual: Tensor,
@@ -487,10 +493,9 @@ def h_post_bda_bwd(
     tokens, parts, bias_sums, res_parts, post_parts = 1, 1, None, g_h_res, g_h_post
     if g_bias is not None:
         tokens, parts = BIAS_CHUNK, triton.cdiv(width, config.block * config.group)
-        wide = {"dtype": torch.float32, "device": x.device}
-        bias_sums = torch.empty((triton.cdiv(count, tokens), width), **wide)
-        res_parts = torch.empty((count, parts, n * n), **wide) if g_h_res is not None else None
-        post_parts = torch.empty((count, parts, n), **wide) if g_h_post is not None else None
+        bias_sums = _fp32_empty(g_bias, triton.cdiv(count, tokens), width)
+        res_parts = _fp32_empty(g_bias, count, parts, n * n) if g_h_res is not None else None
+        post_parts = _fp32_empty(g_bias, count, parts, n) if g_h_post is not None else None
     chunks = triton.cdiv(count, tokens)
     _bwd(
         (chunks, parts),

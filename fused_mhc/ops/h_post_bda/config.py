@@ -11,36 +11,44 @@ __all__ = ["BIAS_CHUNK", "bwd_candidates", "bwd_heuristic", "fwd_candidates", "f
 #: Tokens whose bias gradients one program adds up, in order.
 BIAS_CHUNK = 16
 
-_FWD_REGISTERS, _FWD_WARPS = 144, 8
-_BWD_REGISTERS, _BWD_WARPS = 108, 8
-#: One warp a program, so that no barrier stands between two of its tokens.
-_BIAS_REGISTERS, _BIAS_WARPS = 144, 1
+
+def _fwd_limits(n: int) -> tuple[int, int]:
+    """Registers to fill with loads, and warps: the n*n weights take registers too."""
+    return (144, 8) if n <= 5 else (48, 8) if n == 6 else (48, 4)
+
+
+def _bwd_limits(n: int, bias: bool) -> tuple[int, int]:
+    """The same. The n*n + n dot products take registers; the fewer warps, the fewer wait for one another."""
+    if bias and n <= 6:
+        return 72, 2
+    return (108, 8) if n <= 4 else (108, 2) if n <= 6 else (72, 1)
 
 
 @functools.lru_cache(maxsize=None)
 def fwd_heuristic(n: int, width: int, itemsize: int) -> RowConfig:
     """Forward; ``itemsize`` of the streams."""
-    return row_config(width, itemsize, n + 1, _FWD_REGISTERS, _FWD_WARPS)
+    return row_config(width, itemsize, n + 1, *_fwd_limits(n))
 
 
 def fwd_candidates(n: int, width: int, itemsize: int) -> list[RowConfig]:
     """Configurations worth timing; all give the same bits."""
-    return row_candidates(width, itemsize, n + 1, _FWD_REGISTERS, 2 * _FWD_WARPS)
+    return row_candidates(width, itemsize, n + 1, *_fwd_limits(n))
 
 
 @functools.lru_cache(maxsize=None)
 def bwd_heuristic(n: int, width: int, itemsize: int, bias: bool) -> RowConfig:
     """Backward; with ``bias`` a program keeps to one group of columns."""
-    if bias:
-        return row_config(width, itemsize, 2 * n + 1, _BIAS_REGISTERS, _BIAS_WARPS)
-    return row_config(width, itemsize, 2 * n + 1, _BWD_REGISTERS, _BWD_WARPS)
+    return row_config(width, itemsize, 2 * n + 1, *_bwd_limits(n, bias))
 
 
-def bwd_candidates(n: int, width: int, itemsize: int) -> list[RowConfig]:
+def bwd_candidates(n: int, width: int, itemsize: int, bias: bool) -> list[RowConfig]:
     """Configurations worth timing. Each has its own order of sums: a choice among them changes bits."""
-    return row_candidates(width, itemsize, 2 * n + 1, _BWD_REGISTERS, 2 * _BWD_WARPS)
+    return row_candidates(width, itemsize, 2 * n + 1, *_bwd_limits(n, bias))
 
 
 def valid(config: RowConfig, n: int, width: int, itemsize: int) -> bool:
     """The configuration can run this shape, in either direction."""
-    return config in fwd_candidates(n, width, itemsize) + bwd_candidates(n, width, itemsize)
+    every = fwd_candidates(n, width, itemsize)
+    for bias in (False, True):
+        every += bwd_candidates(n, width, itemsize, bias)
+    return config in every

@@ -20,6 +20,7 @@ from .demo import demo_command
 from .doctor import doctor_command
 from .plan import plan_command
 from .trace import trace_command
+from .tune import tune_command
 from .verify import verify_command
 
 __all__ = ["app", "main"]
@@ -69,6 +70,7 @@ app.command("verify")(verify_command)
 app.command("bench")(bench_command)
 app.command("plan")(plan_command)
 app.command("trace")(trace_command)
+app.command("tune")(tune_command)
 app.command("demo")(demo_command)
 
 

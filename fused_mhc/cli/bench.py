@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from ..testing.bench import Report
     from ..testing.inputs import Shape
 
-__all__ = ["bench_command", "print_report"]
+__all__ = ["bench_command", "parse_shape", "print_report"]
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
-def _shape(text: str) -> Shape:
+def parse_shape(text: str) -> Shape:
     from ..testing.inputs import Shape
 
     try:
@@ -99,7 +99,7 @@ def bench_command(
         if not plot.absolute().parent.is_dir():
             raise InputError(f"--plot: expected a file in a folder that exists, got {plot}")
     where = chosen_device(device)
-    shapes = [_shape(text) for text in shape or ["8192,4,4096"]]
+    shapes = [parse_shape(text) for text in shape or ["8192,4,4096"]]
     cases = [Case(name, s, getattr(torch, dtype)) for s in shapes for name in ops]
 
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())

@@ -29,7 +29,17 @@ from .byte_counts import fewest_bytes
 from .inputs import CATALOGUE, Shape, make_tensors
 from .timing import copy_bandwidth, measure
 
-__all__ = ["CASES", "PEERS", "BenchRow", "Case", "Report", "host_time", "installed_peers", "run_bench"]
+__all__ = [
+    "CASES",
+    "PEERS",
+    "BenchRow",
+    "Case",
+    "Report",
+    "case_calls",
+    "host_time",
+    "installed_peers",
+    "run_bench",
+]
 
 #: Tokens of random data that are drawn; longer inputs repeat them (drawing on the CPU would take minutes).
 _DRAWN_TOKENS = 64
@@ -243,6 +253,13 @@ def _directions(
             outs, inputs, cotangents, retain_graph=True, allow_unused=True
         )
     return calls
+
+
+def case_calls(
+    case: Case, backend: str, device: torch.device, directions: Sequence[str] = ("fwd", "bwd")
+) -> Calls:
+    """The calls of ``case`` on one of our backends, by direction, on seeded inputs."""
+    return _directions(_own(case, backend), _tensors(case, device), _options(case), directions)
 
 
 def host_time(call: Callable[[], Any], device: torch.device | str) -> float:

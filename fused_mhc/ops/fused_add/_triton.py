@@ -8,7 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .._triton_common import Launcher, store, widen
-from .config import heuristic
+from .._tuning import tuned
+from .config import candidates, heuristic
 
 __all__ = ["add_3_tile", "fused_add_3_fwd"]
 
@@ -36,7 +37,7 @@ def fused_add_3_fwd(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     out = torch.empty(a.shape, dtype=a.dtype, device=a.device)
     count = out.numel()
     if count:
-        config = heuristic()
+        config = tuned("fused_add_3", out.device, heuristic, candidates)
         grid = (triton.cdiv(count, config.block),)
         _add_3(
             grid,

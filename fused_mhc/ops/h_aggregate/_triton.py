@@ -27,7 +27,8 @@ from .._triton_common import (
     store_columns,
     widen,
 )
-from .config import heuristic
+from .._tuning import tuned
+from .config import candidates, heuristic
 
 __all__ = ["aggregate_tile", "h_aggregate_bwd", "h_aggregate_fwd"]
 
@@ -128,7 +129,8 @@ def h_aggregate_fwd(x: Tensor, h_pre: Tensor) -> Tensor:
     x, x_stride = flatten(x, 2)
     h_pre, h_stride = flatten(h_pre, 1)
     x_stream_stride = x.stride(-2)
-    config = heuristic(n, width, x.element_size())
+    # Forward alone: there the candidates differ in no bit.
+    config = tuned("h_aggregate_fwd", out.device, heuristic, candidates, n, width, x.element_size())
     align = alignment(width, x_stride, x_stream_stride)
     _fwd(
         (count,),

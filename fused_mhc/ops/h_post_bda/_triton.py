@@ -34,7 +34,8 @@ from .._triton_common import (
     store_columns,
     widen,
 )
-from .config import BIAS_CHUNK, bwd_heuristic, fwd_heuristic
+from .._tuning import tuned
+from .config import BIAS_CHUNK, bwd_heuristic, fwd_candidates, fwd_heuristic
 
 __all__ = [
     "branch_grad_tile",
@@ -447,7 +448,8 @@ def h_post_bda_fwd(
     h_res, h_res_stride = flatten(h_res, 2, dense=True)
     h_post, h_post_stride = flatten(h_post, 1)
     bias = bias.contiguous() if bias is not None else None
-    config = fwd_heuristic(n, width, residual.element_size())
+    itemsize = residual.element_size()
+    config = tuned("h_post_bda_fwd", out.device, fwd_heuristic, fwd_candidates, n, width, itemsize)
     align = alignment(width, residual_stride, residual_stream_stride, x_stride)
     strides = (residual_stride // align, residual_stream_stride // align, x_stride // align)
     _fwd(

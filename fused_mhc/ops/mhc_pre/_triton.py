@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._triton_common import Launcher, alignment, load_streams, store_columns, widen
+from .._tuning import tuned
 from ..h_aggregate._triton import aggregate_tile
 from ..mega_mhc._triton_fwd import split_phi
 from ..mega_mhc._triton_tiles import project_site_tile
@@ -274,7 +275,7 @@ def mhc_pre_fwd(
     if count == 0:
         return results
     streams = x.contiguous()
-    chosen = tiles.heuristic(n, width)
+    chosen = tuned("mhc_pre_fwd", x.device, tiles.heuristic, tiles.candidates, n, width)
     columns, per_span = tiles.columns(n), tiles.span(n * width)
     partials, token_tiles = triton.cdiv(n * width, per_span), triton.cdiv(count, chosen.tokens)
     counters = torch.empty(1 + token_tiles, dtype=torch.int32, device=x.device)

@@ -29,7 +29,7 @@ from ..proj_rms_compute_h._triton_tiles import (
     store_parts,
 )
 from ..sinkhorn._triton import sinkhorn_bwd, sinkhorn_bwd_tile, sinkhorn_load_tile, sinkhorn_store_tile
-from ..sinkhorn.config import MAX_REGISTER_STREAMS
+from ..sinkhorn.config import MAX_REGISTER_STREAMS_BWD
 from ..sinkhorn.config import heuristic as sinkhorn_heuristic
 from . import config as tiles
 
@@ -176,7 +176,7 @@ def mhc_pre_bwd(
     g_pre = None
     if g_layer_input is not None:
         (g_pre,) = h_aggregate_bwd(g_layer_input, x, h_pre, (False, True))
-    narrow = n <= MAX_REGISTER_STREAMS
+    narrow = n <= MAX_REGISTER_STREAMS_BWD
     g_res = g_h_res
     if not narrow:
         g_res = _logits_gradient(

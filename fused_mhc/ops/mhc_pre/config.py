@@ -7,11 +7,21 @@ of tokens. `LAG` and the tokens of a tile change only when things happen.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import triton
 
-__all__ = ["LEAF", "MAPPING_TOKENS", "STEP", "PreConfig", "columns", "heuristic", "span"]
+__all__ = [
+    "LEAF",
+    "MAPPING_TOKENS",
+    "STEP",
+    "PreConfig",
+    "candidates",
+    "columns",
+    "heuristic",
+    "span",
+    "valid",
+]
 
 #: Elements of K in one accumulation on the tensor cores (they do not add exactly as fp32 does).
 STEP = 64
@@ -60,3 +70,14 @@ def heuristic(n: int, width: int) -> PreConfig:
     tokens = 128 if columns(n) <= 32 else 64
     block = min(1024, max(128, triton.next_power_of_2(width)))
     return PreConfig(tokens=tokens, lag=6, block=block, num_warps=8, num_stages=3)
+
+
+def candidates(n: int, width: int) -> list[PreConfig]:
+    """Configurations worth timing; all give the same bits."""
+    best = heuristic(n, width)
+    return [replace(best, lag=lag, num_stages=stages) for lag in (3, 6, 9, 12) for stages in (2, 3, 4)]
+
+
+def valid(config: PreConfig, n: int, width: int) -> bool:
+    """The configuration can run this shape."""
+    return config in candidates(n, width)

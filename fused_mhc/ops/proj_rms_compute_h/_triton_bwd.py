@@ -13,10 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...device import device_info
 from .._triton_common import Launcher, alignment, flatten, store, widen
 from . import config as tiles
-from ._triton_fwd import hopper, runs_gluon, tma_rows
+from ._triton_fwd import config_for, hopper, runs_gluon, tma_rows
 from ._triton_tiles import PARTS, project_bwd_tile
 
 __all__ = ["GradParts", "add_all_shares", "add_shares", "g_parts", "padded", "parts_for", "project_bwd"]
@@ -272,7 +271,7 @@ def project_bwd(
         return g_x, shares
     flat, stride = flatten(x, 1)
     inner = width if g_layer is None else g_layer.shape[-1]
-    chosen = tiles.heuristic((size, width), device_info(x.device).arch)
+    chosen = config_for("project_bwd", size, width, x.device)
     added: list[Tensor | None] = []
     strides: list[int] = []
     for t in (mix, g_layer, g_passed):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...device import device_info
 from .._triton_common import INTERPRETING, Launcher, alignment, flatten
+from .._tuning import tuned
 from . import config as tiles
 from ._triton_tiles import ORDER, PARTS, part, project_tile
 
@@ -143,12 +144,23 @@ class Plan(NamedTuple):
     num_stages: int
 
 
+def config_for(kernel: str, size: int, width: int, device: torch.device) -> tiles.ProjectionConfig:
+    """The tiles for a weight ``[size, width]``."""
+    arch = device_info(device).arch
+    return tuned(kernel, device, tiles.heuristic, tiles.candidates, (size, width), arch)
+
+
 @functools.lru_cache(maxsize=None)
 def plan(
-    x_dtype: torch.dtype, w_dtype: torch.dtype, size: int, width: int, precision: str, device: torch.device
+    x_dtype: torch.dtype,
+    w_dtype: torch.dtype,
+    size: int,
+    width: int,
+    precision: str,
+    device: torch.device,
+    chosen: tiles.ProjectionConfig,
 ) -> Plan:
     gluon = runs_gluon(x_dtype, width, size, device)
-    chosen = tiles.heuristic((size, width), device_info(device).arch)
     columns = 32 if gluon else tiles.columns(size)
     order = ORDER[precision]
     return Plan(
@@ -185,7 +197,8 @@ def project(x: Tensor, weight: Tensor, precision: str) -> tuple[Tensor, Tensor, 
     size, width = weight.shape
     count = x.numel() // width
     device = x.device
-    use = plan(x.dtype, weight.dtype, size, width, precision, device)
+    chosen = config_for("project_fwd", size, width, device)
+    use = plan(x.dtype, weight.dtype, size, width, precision, device, chosen)
     rows, part_width = use.blocks * use.columns, use.steps * tiles.STEP
     parts = torch.empty((use.w_parts, rows, part_width), dtype=torch.bfloat16, device=device)
     _split_weight(

@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .._triton_common import Launcher, alignment, flatten, reciprocal, store, unpack, widen
-from .config import MAX_REGISTER_STREAMS, MAX_REGISTER_STREAMS_BWD, heuristic
+from .._tuning import tuned
+from .config import MAX_REGISTER_STREAMS, MAX_REGISTER_STREAMS_BWD, candidates, heuristic
 
 __all__ = [
     "sinkhorn_bwd",
@@ -482,7 +483,7 @@ def sinkhorn_fwd(input_logits: Tensor, num_iterations: int, eps: float, variant:
         return out
     logits, stride = flatten(input_logits, 2, dense=True)
     wide = n > MAX_REGISTER_STREAMS
-    config = heuristic(n, wide)
+    config = tuned("sinkhorn_fwd", out.device, heuristic, candidates, n, wide)
     align = 1 if wide else alignment(stride)
     constants = (n, num_iterations, variant == "paper", config.block)
     (_wide_fwd if wide else _fwd)(
@@ -503,7 +504,7 @@ def sinkhorn_bwd(grad: Tensor, input_logits: Tensor, num_iterations: int, eps: f
     grad, grad_stride = flatten(grad, 2, dense=True)
     logits, stride = flatten(input_logits, 2, dense=True)
     wide = n > MAX_REGISTER_STREAMS_BWD
-    config = heuristic(n, wide)
+    config = tuned("sinkhorn_bwd", out.device, heuristic, candidates, n, wide)
     align = 1 if wide else alignment(grad_stride, stride)
     constants = (n, num_iterations, variant == "paper", config.block, config.segment)
     (_wide_bwd if wide else _bwd)(

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...device import device_info
-from .._triton_common import INTERPRETING, Launcher, alignment, flatten, store, widen
+from .._triton_common import INTERPRETING, Launcher, alignment, cast, flatten, store, widen
 from ..proj_rms_compute_h._triton_bwd import add_shares, g_parts
 from ..proj_rms_compute_h._triton_tiles import (
     PARTS,
@@ -33,18 +33,15 @@ from ..proj_rms_compute_h._triton_tiles import (
 from ..sinkhorn._triton import sinkhorn_bwd_tile, sinkhorn_load_tile, sinkhorn_store_tile
 from ..sinkhorn.config import heuristic as sinkhorn_heuristic
 from . import config as tiles
-from ._triton_fwd import State, read_entry, read_state, split_phi
+from ._triton_fwd import State, aligned_rows, read_entry, read_state, split_phi
 from ._triton_tiles import (
     add_products,
-    lane_sums,
     load_mixes,
     load_parts,
     load_streams,
     mixed_tile,
     split,
-    unmix_tile,
     update_tile,
-    weighted_sum,
 )
 
 __all__ = ["mega_mhc_bwd", "mega_mhc_entry_bwd", "mega_mhc_exit_bwd"]
@@ -152,10 +149,25 @@ def new_streams_tile(
 
 
 @triton.jit
-def store_sums(pointer, sums, rows, row_mask, COUNT: tl.constexpr):
-    """Write COUNT sums of every token, each still spread over lanes."""
-    for k in tl.static_range(COUNT):
-        store(pointer + rows * COUNT + k, tl.sum(sums[k], axis=1), row_mask)
+def store_sums(pointer, sums, rows, row_mask, cols, COUNT: tl.constexpr):
+    """Write the first COUNT sums of every token."""
+    at = pointer + rows[:, None] * COUNT + cols[None, :]
+    store(at, sums, row_mask[:, None] & (cols[None, :] < COUNT))
+
+
+@triton.jit
+def load_mix(pointer, row_mask):
+    """One number of every token, as a column in fp32."""
+    return widen(tl.load(pointer, mask=row_mask, other=0.0))[:, None]
+
+
+@triton.jit
+def new_stream_tile(streams, output, mixing_ptr, post_ptr, j, row_mask, n: tl.constexpr):
+    """Stream j after step 1: `update_tile`'s, bit for bit."""
+    total = load_mix(mixing_ptr + j, row_mask) * widen(streams[0])
+    for i in tl.static_range(1, n):
+        total = total + load_mix(mixing_ptr + i * n + j, row_mask) * widen(streams[i])
+    return cast(total + load_mix(post_ptr + j, row_mask) * widen(output), streams[0].dtype)
 
 
 @triton.jit
@@ -341,10 +353,11 @@ def state_bwd_kernel(
     G_PARTS: tl.constexpr,
     W_PARTS: tl.constexpr,
     ALIGN: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    """All columns of some tokens. ``phi_ptr``: bf16 parts of phi (None: nothing comes through the mixes)."""
+    """All columns of some tokens, stream after stream. ``phi_ptr``: bf16 parts of phi (None: nothing comes through the
+    mixes). At the entry ``g_residual_ptr`` is that of x."""
     N: tl.constexpr = n * n + 2 * n
+    SQUARE: tl.constexpr = triton.next_power_of_2(n * n)
     NEEDS_TOTAL: tl.constexpr = (
         g_output_ptr is not None
         or g_residual_ptr is not None
@@ -354,14 +367,8 @@ def state_bwd_kernel(
     rows = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     row_mask = rows < count
     cols = tl.arange(0, COLUMNS)
-    dtype: tl.constexpr = residual_ptr.dtype.element_ty
-    pre = ()
-    post = ()
-    mixing = ()
-    if not ENTRY:
-        pre = load_mixes(pre_ptr, stride_pre, rows, row_mask, n)
-        post = load_mixes(post_ptr, stride_post, rows, row_mask, n)
-        mixing = load_mixes(mixing_ptr, stride_mixing, rows, row_mask, n * n)
+    stream = tl.arange(0, SQUARE)
+    residual_rows = rows[:, None] * (stride_residual * ALIGN)
     if g_block_ptr is not None:
         rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
         mean = tl.zeros((TOKENS,), tl.float32)
@@ -369,97 +376,106 @@ def state_bwd_kernel(
             mean += tl.load(mean_ptr + block * count + rows, mask=row_mask, other=0.0)
         rstd = rstd[:, None]
         mean = mean[:, None] * rstd / C
-    if NEEDS_TOTAL and phi_ptr is not None:
+    if phi_ptr is not None:
         parts_at = rows[:, None] * (G_PARTS * COLUMNS) + cols[None, :]
         g_parts = load_parts(parts_ptr, COLUMNS, parts_at, row_mask[:, None], G_PARTS)
         coefficient = tl.load(coefficient_ptr + rows, mask=row_mask, other=0.0)[:, None]
-    output_rows = 0
-    if not ENTRY:
-        output_rows = rows[:, None] * (stride_output * ALIGN)
-    residual_rows = rows[:, None] * (stride_residual * ALIGN)
-    new_rows = rows[:, None] * (stride_new * ALIGN)
-    block_rows = rows[:, None] * (stride_block * ALIGN)
-    empty = tl.zeros((TOKENS, WIDTH // 8), tl.float32)
-    pre_sums = ()
-    post_sums = ()
-    mixing_sums = ()
-    for _ in tl.static_range(n):
-        pre_sums = pre_sums + (empty,)
-        post_sums = post_sums + (empty,)
-    for _ in tl.static_range(n * n):
-        mixing_sums = mixing_sums + (empty,)
-    for first in tl.range(0, C, WIDTH, num_stages=STAGES):
+    pre_sums = tl.zeros((TOKENS, SQUARE), tl.float32)
+    post_sums = tl.zeros((TOKENS, SQUARE), tl.float32)
+    mixing_sums = tl.zeros((TOKENS, SQUARE), tl.float32)
+    for first in range(0, C, WIDTH):
         c = first + tl.arange(0, WIDTH)
         columns = c[None, :]
-        mask = row_mask[:, None]
-        if C % WIDTH != 0:
-            mask = mask & (columns < C)
+        mask = row_mask[:, None] & (columns < C)
         streams = load_streams(residual_ptr, stream_stride * ALIGN, residual_rows + columns, mask, n)
-        if ENTRY:
-            new = streams
-        else:
-            output = tl.load(output_ptr + output_rows + columns, mask=mask, other=0.0)
-            new = update_tile(streams, output, mixing, post, n, dtype)
+        output = streams[0]
+        if not ENTRY:
+            output_at = rows[:, None] * (stride_output * ALIGN) + columns
+            output = tl.load(output_ptr + output_at, mask=mask, other=0.0)
         if g_block_ptr is not None:
-            g_mixed = widen(tl.load(g_block_ptr + block_rows + columns, mask=mask, other=0.0))
+            mixed = widen(streams[0])
+            if not ENTRY:
+                mixed = tl.zeros((TOKENS, WIDTH), tl.float32)
+                for j in range(n):
+                    new = new_stream_tile(
+                        streams,
+                        output,
+                        mixing_ptr + rows * stride_mixing,
+                        post_ptr + rows * stride_post,
+                        j,
+                        row_mask,
+                        n,
+                    )
+                    mixed += load_mix(pre_ptr + rows * stride_pre + j, row_mask) * widen(new)
+            block_at = rows[:, None] * (stride_block * ALIGN) + columns
+            g_mixed = widen(tl.load(g_block_ptr + block_at, mask=mask, other=0.0))
             if norm_weight_ptr is not None:
                 g_mixed = g_mixed * widen(tl.load(norm_weight_ptr + c, mask=c < C, other=0.0))[None, :]
-            if ENTRY:
-                mixed = widen(new[0])
-            else:
-                mixed = mixed_tile(new, pre, n)
             g_mixed = rstd * (g_mixed - mixed * rstd * mean)
-            if g_pre_ptr is not None:
-                for i in tl.static_range(n):
-                    pre_sums = lane_sums(pre_sums, g_mixed * widen(new[i]), i, n)
-        if NEEDS_TOTAL:
-            totals = ()
-            for j in tl.static_range(n):
+        g_output = tl.zeros((TOKENS, WIDTH), tl.float32)
+        grads = ()
+        for i in tl.static_range(n):
+            grads = grads + (g_output,)
+        for j in range(n):
+            new = streams[0]
+            if not ENTRY:
+                new = new_stream_tile(
+                    streams,
+                    output,
+                    mixing_ptr + rows * stride_mixing,
+                    post_ptr + rows * stride_post,
+                    j,
+                    row_mask,
+                    n,
+                )
+            if g_pre_ptr is not None and g_block_ptr is not None:
+                dot = tl.sum(g_mixed * widen(new), axis=1)[:, None]
+                pre_sums += tl.where(stream[None, :] == j, dot, 0.0)
+            if NEEDS_TOTAL:
                 total = tl.zeros((TOKENS, WIDTH), tl.float32)
                 if phi_ptr is not None:
-                    w_mask = cols[:, None] < N
-                    if C % WIDTH != 0:
-                        w_mask = w_mask & (columns < C)
                     w_at = cols[:, None] * (n * C) + j * C + columns
+                    w_mask = (cols[:, None] < N) & (columns < C)
                     w = load_parts(phi_ptr, N * n * C, w_at, w_mask, W_PARTS)
                     total = add_products(g_parts, w, total, G_PARTS, W_PARTS, G_PARTS)
-                    total = total + coefficient * widen(new[j])
+                    total += coefficient * widen(new)
                 if g_block_ptr is not None:
-                    if not ENTRY:
-                        total = total + pre[j] * g_mixed
-                    elif j == 0:
-                        total = total + g_mixed
+                    if ENTRY:
+                        total += tl.where(j == 0, g_mixed, 0.0)
+                    else:
+                        total += load_mix(pre_ptr + rows * stride_pre + j, row_mask) * g_mixed
                 if g_new_ptr is not None:
-                    g_at = g_new_ptr + new_rows + j * (stream_stride_new * ALIGN) + columns
-                    total = total + widen(tl.load(g_at, mask=mask, other=0.0))
-                totals = totals + (total,)
-            if ENTRY:
-                g_x = tl.zeros((TOKENS, WIDTH), tl.float32)
-                for j in tl.static_range(n):
-                    g_x = g_x + totals[j]
-                store(g_residual_ptr + rows[:, None] * C + columns, g_x, mask)
-            else:
-                if g_residual_ptr is not None:
-                    grads = unmix_tile(totals, mixing, n)
+                    new_at = rows[:, None] * (stride_new * ALIGN) + j * (stream_stride_new * ALIGN) + columns
+                    total += widen(tl.load(g_new_ptr + new_at, mask=mask, other=0.0))
+                if ENTRY:
+                    g_output += total
+                else:
+                    g_output += load_mix(post_ptr + rows * stride_post + j, row_mask) * total
+                    if g_post_ptr is not None:
+                        dot = tl.sum(total * widen(output), axis=1)[:, None]
+                        post_sums += tl.where(stream[None, :] == j, dot, 0.0)
+                    added = ()
                     for i in tl.static_range(n):
-                        store(g_residual_ptr + (rows[:, None] * n + i) * C + columns, grads[i], mask)
-                if g_output_ptr is not None:
-                    store(g_output_ptr + rows[:, None] * C + columns, weighted_sum(totals, post, n), mask)
-                if g_post_ptr is not None:
-                    value = widen(output)
-                    for j in tl.static_range(n):
-                        post_sums = lane_sums(post_sums, totals[j] * value, j, n)
-                if g_mixing_ptr is not None:
-                    for i in tl.static_range(n):
-                        value = widen(streams[i])
-                        for j in tl.static_range(n):
-                            mixing_sums = lane_sums(mixing_sums, value * totals[j], i * n + j, n * n)
+                        mixing = load_mix(mixing_ptr + rows * stride_mixing + i * n + j, row_mask)
+                        added = added + (grads[i] + mixing * total,)
+                        if g_mixing_ptr is not None:
+                            dot = tl.sum(widen(streams[i]) * total, axis=1)[:, None]
+                            mixing_sums += tl.where(stream[None, :] == i * n + j, dot, 0.0)
+                    grads = added
+        if ENTRY:
+            store(g_residual_ptr + rows[:, None] * C + columns, g_output, mask)
+        else:
+            if g_residual_ptr is not None:
+                for i in tl.static_range(n):
+                    store(g_residual_ptr + (rows[:, None] * n + i) * C + columns, grads[i], mask)
+            if g_output_ptr is not None:
+                store(g_output_ptr + rows[:, None] * C + columns, g_output, mask)
     if g_pre_ptr is not None:
-        store_sums(g_pre_ptr, pre_sums, rows, row_mask, n)
+        store_sums(g_pre_ptr, pre_sums, rows, row_mask, stream, n)
     if g_post_ptr is not None:
-        store_sums(g_post_ptr, post_sums, rows, row_mask, n)
+        store_sums(g_post_ptr, post_sums, rows, row_mask, stream, n)
     if g_mixing_ptr is not None:
-        store_sums(g_mixing_ptr, mixing_sums, rows, row_mask, n * n)
+        store_sums(g_mixing_ptr, mixing_sums, rows, row_mask, stream, n * n)
 
 
 @triton.jit(do_not_specialize=["shares"])
@@ -599,8 +615,9 @@ def _site_gradients(
     width, dtype = state.residual.shape[-1], state.residual.dtype
     chosen = tiles.heuristic(n, width)
     needs_state = any(t is not None for t in outs)
-    g_rows, stride_block = (None, 0) if g_block is None else flatten(g_block, 1)
-    scale = None if norm_weight is None else norm_weight.contiguous()
+    g_rows, stride_block = (None, 0) if g_block is None else aligned_rows(g_block, 1)
+    scale = None if norm_weight is None else aligned_rows(norm_weight, 1)[0]
+    align = alignment(width)
     parts, coefficient = (None, None) if through is None else (through.parts, through.coefficient)
     blocks, chunks = triton.cdiv(width, chosen.norm_width), triton.cdiv(count, tiles.CHUNK)
     need_phi = need_phi and through is not None
@@ -614,7 +631,6 @@ def _site_gradients(
     if need_norm_weight:
         weight_shares = torch.empty(chunks, width, dtype=torch.float32, device=device)
     if need_phi or need_norm_weight or (g_rows is not None and needs_state):
-        align = alignment(*streams.wide, stride_block, width)
         _norm_bwd(
             (blocks, chunks),
             (
@@ -657,14 +673,13 @@ def _site_gradients(
         stride_new = stream_stride_new = 0
         g_new_rows = None
         if g_new is not None:
-            g_new_rows, stride_new = flatten(g_new, 2)
+            g_new_rows, stride_new = aligned_rows(g_new, 2)
             stream_stride_new = g_new_rows.stride(-2)
         phi_parts = None
         if through is not None:
             assert phi is not None
             phi_parts = split_phi(phi, min(PARTS[phi.dtype], g_parts(dtype)))
         wide = (*state.wide, stride_new, stream_stride_new, stride_block)
-        align = alignment(*wide, width)
         strides = [stride // align for stride in wide]
         _state_bwd(
             (triton.cdiv(count, chosen.state_tokens),),
@@ -695,10 +710,9 @@ def _site_gradients(
                 g_parts(dtype),
                 1 if phi_parts is None else phi_parts.shape[0],
                 align,
-                chosen.stages,
             ),
             chosen.state_warps,
-            chosen.stages,
+            1,
         )
     return [
         None if shares is None or like is None else add_shares(shares, like)
@@ -878,7 +892,7 @@ def mega_mhc_bwd(
             needs[8],
         )
     else:
-        new, stride_new = flatten(new_residual, 2)
+        new, stride_new = aligned_rows(new_residual, 2)
         g_phi, g_norm_weight = _site_gradients(
             state,
             State(new, None, None, None, None, (0, stride_new, new.stride(-2))),

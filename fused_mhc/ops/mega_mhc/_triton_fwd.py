@@ -1,14 +1,14 @@
 """The single pass in Triton, forward.
 
-One launch does everything that touches the streams. Its work items come in this order: the tokens of one tile of the
-projection, one program each (update, input mix, RMSNorm: a token's ``mixed`` stays in registers until its rms is
-known), then the projection of an earlier tile, cut along K, which reads the new streams back from the L2 cache. A
-program takes the next item by a ticket, so whatever an item waits for was taken before it by a program that runs and
-never waits. A last launch adds the parts of the projection and makes the mixes, Sinkhorn included.
+One program owns a token: it reads the streams and the output once, writes the new streams and keeps the token's
+``mixed`` in registers until its RMS is known, so that the block input is written once too. The projection reads the
+new streams (`project`), and a last launch adds its parts and makes the mixes, Sinkhorn included. No sum depends on the
+number of tokens.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -17,13 +17,15 @@ import triton.language as tl
 from torch import Tensor
 
 from .._triton_common import Launcher, alignment, flatten, widen
-from ..proj_rms_compute_h._triton_tiles import PARTS, alpha_columns, mapping_tile, part, rms_tile
+from ..proj_rms_compute_h._triton_fwd import project
+from ..proj_rms_compute_h._triton_tiles import alpha_columns, collect_tile, mapping_tile, part, rms_tile
 from ..sinkhorn._triton import sinkhorn_load_tile, sinkhorn_store_tile, sinkhorn_tile
 from . import config as tiles
-from ._triton_tiles import project_site_tile, site_row_tile
+from ._triton_tiles import site_row_tile
 
 __all__ = [
     "State",
+    "aligned_rows",
     "mega_mhc_entry_fwd",
     "mega_mhc_exit_fwd",
     "mega_mhc_fwd",
@@ -54,7 +56,6 @@ def split_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "count",
         "stride_output",
         "stride_residual",
         "stream_stride",
@@ -62,9 +63,6 @@ def split_kernel(
         "stride_post",
         "stride_mixing",
         "norm_eps",
-        "ahead",
-        "partials",
-        "per_partial",
     ]
 )
 def site_kernel(
@@ -77,11 +75,6 @@ def site_kernel(
     new_ptr,
     block_ptr,
     rstd_ptr,
-    phi_ptr,
-    partial_ptr,
-    square_ptr,
-    counter_ptr,
-    count: tl.int64,
     stride_output: tl.int64,
     stride_residual: tl.int64,
     stream_stride: tl.int64,
@@ -89,90 +82,41 @@ def site_kernel(
     stride_post: tl.int64,
     stride_mixing: tl.int64,
     norm_eps: tl.float32,
-    ahead: tl.int32,
-    partials: tl.int32,
-    per_partial: tl.int32,
     n: tl.constexpr,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
     KEEP: tl.constexpr,
     ENTRY: tl.constexpr,
     ALIGN: tl.constexpr,
-    TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
-    RATIO: tl.constexpr,
-    X_PARTS: tl.constexpr,
-    W_PARTS: tl.constexpr,
 ):
-    """``counter_ptr``: the ticket, then for every tile how many of its tokens are done. ``ahead``: tokens that are
-    taken before the first projection."""
-    N: tl.constexpr = n * n + 2 * n
-    if phi_ptr is None:
-        token = tl.program_id(0).to(tl.int64)
-        update = token < count
-    else:
-        ticket = tl.atomic_add(counter_ptr, 1, sem="relaxed").to(tl.int64)
-        later = ticket - ahead
-        tile = later // (TOKENS + partials)
-        place = later - tile * (TOKENS + partials)
-        share = place - TOKENS
-        project = (later >= 0) & (share >= 0)
-        token = tl.where(later >= 0, ahead + tile * TOKENS + place, ticket)
-        update = (token < count) & (project == 0)
-        if project:
-            rows = tile * TOKENS + tl.arange(0, TOKENS)
-            wanted = tl.minimum(count - tile * TOKENS, TOKENS).to(tl.int32)
-            while tl.atomic_add(counter_ptr + 1 + tile, 0, sem="acquire") < wanted:
-                pass
-            project_site_tile(
-                new_ptr,
-                phi_ptr,
-                partial_ptr + share * count * N,
-                square_ptr + share * count,
-                rows,
-                rows < count,
-                share * per_partial,
-                share * per_partial + per_partial,
-                N,
-                n * C,
-                COLUMNS,
-                STEP,
-                RATIO,
-                X_PARTS,
-                W_PARTS,
-            )
-    if update:
-        site_row_tile(
-            token,
-            output_ptr,
-            residual_ptr,
-            pre_ptr,
-            post_ptr,
-            mixing_ptr,
-            norm_weight_ptr,
-            new_ptr,
-            block_ptr,
-            rstd_ptr,
-            stride_output * ALIGN,
-            stride_residual * ALIGN,
-            stream_stride * ALIGN,
-            stride_pre,
-            stride_post,
-            stride_mixing,
-            norm_eps,
-            n,
-            C,
-            BLOCK,
-            KEEP,
-            ENTRY,
-        )
-        if phi_ptr is not None:
-            tl.debug_barrier()
-            tl.atomic_add(counter_ptr + 1 + token // TOKENS, 1, sem="release")
+    """One token: all of its columns. ``new_ptr`` is None at the exit."""
+    site_row_tile(
+        tl.program_id(0).to(tl.int64),
+        output_ptr,
+        residual_ptr,
+        pre_ptr,
+        post_ptr,
+        mixing_ptr,
+        norm_weight_ptr,
+        new_ptr,
+        block_ptr,
+        rstd_ptr,
+        stride_output * ALIGN,
+        stride_residual * ALIGN,
+        stream_stride * ALIGN,
+        stride_pre,
+        stride_post,
+        stride_mixing,
+        norm_eps,
+        n,
+        C,
+        BLOCK,
+        KEEP,
+        ENTRY,
+    )
 
 
-@triton.jit(do_not_specialize=["count", "partials", "per_group", "norm_eps", "hc_eps"])
+@triton.jit(do_not_specialize=["count", "width", "partials", "norm_eps", "hc_eps"])
 def mixes_kernel(
     partial_ptr,
     square_ptr,
@@ -184,15 +128,15 @@ def mixes_kernel(
     proj_ptr,
     u_ptr,
     count: tl.int64,
+    width: tl.int64,
     partials: tl.int32,
-    per_group: tl.int32,
     norm_eps: tl.float32,
     hc_eps: tl.float32,
     n: tl.constexpr,
-    C: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
     ITERATIONS: tl.constexpr,
+    PER_GROUP: tl.constexpr,
 ):
     N: tl.constexpr = n * n + 2 * n
     rows = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -200,17 +144,8 @@ def mixes_kernel(
     cols = tl.arange(0, COLUMNS)
     mask = row_mask[:, None] & (cols[None, :] < N)
     at = rows[:, None] * N + cols[None, :]
-    proj = tl.zeros((TOKENS, COLUMNS), tl.float32)
-    square = tl.zeros((TOKENS,), tl.float32)
-    for first in range(0, partials, per_group):
-        group = tl.zeros_like(proj)
-        group_square = tl.zeros_like(square)
-        for index in range(first, tl.minimum(first + per_group, partials)):
-            group += tl.load(partial_ptr + index * count * N + at, mask=mask, other=0.0)
-            group_square += tl.load(square_ptr + index * count + rows, mask=row_mask, other=0.0)
-        proj += group
-        square += group_square
-    u, _ = rms_tile(square, tl.full((), n * C, tl.int64), norm_eps, True)
+    proj, square = collect_tile(partial_ptr, square_ptr, rows, cols, count, N, partials, PER_GROUP)
+    u, _ = rms_tile(square, width, norm_eps, True)
     alpha = alpha_columns(alpha_ptr, alpha_ptr + 1, alpha_ptr + 2, cols, n)
     bias = widen(tl.load(bias_ptr + cols, mask=cols < N, other=0.0))
     mixes = mapping_tile(proj * u[:, None] * alpha[None, :] + bias[None, :], cols, hc_eps, n)
@@ -245,6 +180,16 @@ def split_phi(phi: Tensor, parts: int, counters: Tensor | None = None) -> Tensor
     return found
 
 
+def aligned_rows(t: Tensor, trailing: int) -> tuple[Tensor, int]:
+    """Like `flatten`, and copied where base or strides are less aligned than the rows of a fresh tensor: how a kernel
+    lays out a tile, and with it the order of a sum, depends on the width alone."""
+    flat, stride = flatten(t, trailing)
+    step = alignment(t.shape[-1])
+    if flat.data_ptr() % 16 or any(s % step for s in (stride, *flat.stride()[-trailing:-1])):
+        return flat.clone(memory_format=torch.contiguous_format), math.prod(t.shape[t.dim() - trailing :])
+    return flat, stride
+
+
 class State(NamedTuple):
     """What a site gets from the one before, as rows of tokens, with the strides in elements. At the entry ``residual``
     is x, read as n equal streams, and there is nothing else."""
@@ -273,8 +218,8 @@ def read_state(
     previous_residual_mix: Tensor,
 ) -> State:
     """The state of `mega_mhc` and `mega_mhc_exit`."""
-    output, stride_output = flatten(previous_output, 1)
-    streams, stride_residual = flatten(residual, 2)
+    output, stride_output = aligned_rows(previous_output, 1)
+    streams, stride_residual = aligned_rows(residual, 2)
     pre, stride_pre = flatten(previous_pre_mix, 1)
     post, stride_post = flatten(previous_post_mix, 1)
     mixing, stride_mixing = flatten(previous_residual_mix, 2, dense=True)
@@ -284,7 +229,7 @@ def read_state(
 
 def read_entry(x: Tensor) -> State:
     """The state of `mega_mhc_entry`."""
-    flat, stride = flatten(x, 1)
+    flat, stride = aligned_rows(x, 1)
     return State(flat, None, None, None, None, (0, stride, 0))
 
 
@@ -294,52 +239,23 @@ def _run_site(
     norm_weight: Tensor | None,
     norm_eps: float,
     outs: tuple[Tensor | None, Tensor, Tensor],
-    projection: tuple[Tensor | None, ...] = (None, None, None, None),
-    per_partial: int = 1,
 ) -> None:
-    """One launch of `site_kernel`; ``outs``: new residual, block input, reciprocal rms; ``projection``: parts of phi,
-    partial products and squares, counters."""
-    rstd, parts, partial = outs[2], projection[0], projection[1]
-    count, width = rstd.numel(), state.residual.shape[-1]
+    """Steps 1 and 3; ``outs``: new residual (None: not wanted), block input, reciprocal rms."""
+    width = state.residual.shape[-1]
     chosen = tiles.heuristic(n, width)
-    align = alignment(*state.wide, width)
-    items, ahead, partials = count, 0, 0
-    if partial is not None:
-        partials = partial.shape[0]
-        token_tiles = triton.cdiv(count, tiles.PROJECT_TOKENS)
-        ahead = tiles.PROJECT_TOKENS * min(token_tiles, tiles.AHEAD)
-        items = ahead + token_tiles * (tiles.PROJECT_TOKENS + partials)
+    align = alignment(width)
     _site(
-        (items,),
+        (outs[2].numel(),),
         (
             *state.tensors,
-            None if norm_weight is None else norm_weight.contiguous(),
+            None if norm_weight is None else aligned_rows(norm_weight, 1)[0],
             *outs,
-            *projection,
-            count,
             *(stride // align for stride in state.wide),
             *state.narrow,
             norm_eps,
-            ahead,
-            partials,
-            per_partial,
         ),
-        (
-            n,
-            width,
-            chosen.block,
-            chosen.keep,
-            state.output is None,
-            align,
-            tiles.PROJECT_TOKENS,
-            tiles.columns(n),
-            tiles.STEP,
-            tiles.LEAF // tiles.STEP,
-            PARTS[state.residual.dtype],
-            1 if parts is None else parts.shape[0],
-        ),
-        4,
-        3,
+        (n, width, chosen.block, chosen.keep, state.output is None, align),
+        chosen.num_warps,
     )
 
 
@@ -355,57 +271,39 @@ def _site_fwd(
     norm_eps: float,
     num_iters: int,
 ) -> tuple[Tensor, ...]:
-    like, size = state.residual, phi.shape[0]
-    width = like.shape[-1]
-    new_residual = torch.empty(*lead, n, width, dtype=like.dtype, device=like.device)
-    block_input = torch.empty(*lead, width, dtype=like.dtype, device=like.device)
+    like, (size, width) = state.residual, phi.shape
+    new_residual = torch.empty(*lead, n, width // n, dtype=like.dtype, device=like.device)
+    block_input = torch.empty(*lead, width // n, dtype=like.dtype, device=like.device)
     shapes = ((n,), (n,), (n, n), (size,), (1,), (1,))
     pre, post, res, proj, u, rstd = (
         torch.empty(*lead, *shape, dtype=torch.float32, device=like.device) for shape in shapes
     )
-    results = (new_residual, pre, post, res, block_input, proj, u, rstd)
     count = rstd.numel()
-    if count == 0:
-        return results
-    token_tiles = triton.cdiv(count, tiles.PROJECT_TOKENS)
-    # Few tokens: one leaf a program, so that the whole chip shares the reading of phi.
-    per_partial = tiles.GROUP // tiles.LEAF if token_tiles >= tiles.MANY_TILES else 1
-    partials = triton.cdiv(phi.shape[1], tiles.LEAF * per_partial)
-    counters = torch.empty(1 + token_tiles, dtype=torch.int32, device=like.device)
-    parts = split_phi(phi, PARTS[phi.dtype], counters)
-    partial = torch.empty(partials, count, size, dtype=torch.float32, device=like.device)
-    square = torch.empty(partials, count, dtype=torch.float32, device=like.device)
-    _run_site(
-        state,
-        n,
-        norm_weight,
-        norm_eps,
-        (new_residual, block_input, rstd),
-        (parts, partial, square, counters),
-        per_partial,
-    )
-    _mixes(
-        (triton.cdiv(count, tiles.MAPPING_TOKENS),),
-        (
-            partial,
-            square,
-            alpha.contiguous(),
-            bias.contiguous(),
-            pre,
-            post,
-            res,
-            proj,
-            u,
-            count,
-            partials,
-            tiles.GROUP // tiles.LEAF // per_partial,
-            norm_eps,
-            hc_eps,
-        ),
-        (n, width, tiles.columns(n), tiles.MAPPING_TOKENS, num_iters),
-        1,
-    )
-    return results
+    if count:
+        _run_site(state, n, norm_weight, norm_eps, (new_residual, block_input, rstd))
+        partial, square, per_group = project(new_residual.view(count, width), phi, "fp32")
+        _mixes(
+            (triton.cdiv(count, tiles.MAPPING_TOKENS),),
+            (
+                partial,
+                square,
+                alpha.contiguous(),
+                bias.contiguous(),
+                pre,
+                post,
+                res,
+                proj,
+                u,
+                count,
+                width,
+                partial.shape[0],
+                norm_eps,
+                hc_eps,
+            ),
+            (n, tiles.columns(n), tiles.MAPPING_TOKENS, num_iters, per_group),
+            1,
+        )
+    return new_residual, pre, post, res, block_input, proj, u, rstd
 
 
 def mega_mhc_fwd(

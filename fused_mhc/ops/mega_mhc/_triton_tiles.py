@@ -10,7 +10,6 @@ from ..proj_rms_compute_h._triton_tiles import part
 
 __all__ = [
     "add_products",
-    "lane_sums",
     "load_masked",
     "load_mixes",
     "load_parts",
@@ -19,9 +18,7 @@ __all__ = [
     "project_site_tile",
     "site_row_tile",
     "split",
-    "unmix_tile",
     "update_tile",
-    "weighted_sum",
 ]
 
 
@@ -72,42 +69,6 @@ def mixed_tile(streams, pre, n: tl.constexpr):
     for i in tl.static_range(1, n):
         total = total + pre[i] * widen(streams[i])
     return total
-
-
-@triton.jit
-def unmix_tile(totals, mixing, n: tl.constexpr):
-    """Gradient of the streams before step 1: ``sum_j mixing[i, j]*totals[j]``, first stream to last."""
-    grads = ()
-    for i in tl.static_range(n):
-        grad = mixing[i * n] * totals[0]
-        for j in tl.static_range(1, n):
-            grad = grad + mixing[i * n + j] * totals[j]
-        grads = grads + (grad,)
-    return grads
-
-
-@triton.jit
-def weighted_sum(tiles, weights, n: tl.constexpr):
-    """``sum_j weights[j]*tiles[j]``, first to last."""
-    total = weights[0] * tiles[0]
-    for j in tl.static_range(1, n):
-        total = total + weights[j] * tiles[j]
-    return total
-
-
-@triton.jit
-def lane_sums(sums, value, index: tl.constexpr, COUNT: tl.constexpr):
-    """Add ``value [t, c]`` to element ``index`` of a tuple of COUNT sums ``[t, c/8]``: over 8 neighbours, which one
-    thread holds, so no lane waits for another."""
-    shape: tl.constexpr = value.shape
-    added = ()
-    for k in tl.static_range(COUNT):
-        if k == index:
-            groups = tl.reshape(value, (shape[0], shape[1] // 8, 8))
-            added = added + (sums[k] + tl.sum(groups, axis=2),)
-        else:
-            added = added + (sums[k],)
-    return added
 
 
 @triton.jit

@@ -5,8 +5,8 @@ Kernel conventions of this package:
 
 - Token counts and strides are annotated ``tl.int64`` and named in ``do_not_specialize``, so neither their size nor
   their divisibility makes another compile. The alignment of strided rows comes in as one constexpr (`alignment`);
-  the strides themselves come divided by it and are multiplied again inside, which tells the compiler that loads may
-  be wide.
+  the strides themselves come divided by it and are multiplied again inside (`elements`), which tells the compiler
+  that loads may be wide.
 - Constexprs stand last in a kernel's signature.
 - FP contraction is off at every launch: a kernel writes ``tl.fma`` where it wants one, so the rounding is that of
   the source on every Triton version.
@@ -32,6 +32,7 @@ __all__ = [
     "block_sums",
     "cast",
     "dot_bf16",
+    "elements",
     "flatten",
     "lane_dots",
     "lane_zeros",
@@ -111,6 +112,13 @@ def reciprocal(x):
 def sigmoid(x):
     """``1/(1+exp(-x))`` in fp32: no overflow on either side, relative accuracy in both tails."""
     return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def elements(stride, ALIGN: tl.constexpr):
+    """A stride in elements, 64-bit, from one in units of ALIGN. (The interpreter gives a number no more bits than its
+    value needs.)"""
+    return tl.cast(stride, tl.int64) * ALIGN
 
 
 @triton.jit

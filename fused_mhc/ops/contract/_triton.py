@@ -7,7 +7,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._triton_common import Launcher, alignment, flatten, load_columns, load_streams, store_columns, widen
+from .._triton_common import (
+    Launcher,
+    alignment,
+    elements,
+    flatten,
+    load_columns,
+    load_streams,
+    store_columns,
+    widen,
+)
 from ._triton_learned import learned_output_contract_bwd, learned_output_contract_fwd
 
 __all__ = [
@@ -46,7 +55,7 @@ def copies_kernel(
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     FULL: tl.constexpr = C % BLOCK == 0
-    value = widen(load_columns(t_ptr + token * (stride * ALIGN), columns, C, FULL)) * scale
+    value = widen(load_columns(t_ptr + token * elements(stride, ALIGN), columns, C, FULL)) * scale
     for i in tl.static_range(n):
         store_columns(out_ptr + (token * n + i) * C, columns, value, C, FULL)
 
@@ -66,7 +75,9 @@ def totals_kernel(
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     FULL: tl.constexpr = C % BLOCK == 0
-    streams = load_streams(t_ptr + token * (stride * ALIGN), stream_stride * ALIGN, columns, n, C, FULL)
+    streams = load_streams(
+        t_ptr + token * elements(stride, ALIGN), elements(stream_stride, ALIGN), columns, n, C, FULL
+    )
     total = tl.div_rn(stream_sum_tile(streams, n), tl.full((BLOCK,), divisor, tl.float32))
     store_columns(out_ptr + token * C, columns, total, C, FULL)
 

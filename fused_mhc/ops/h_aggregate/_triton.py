@@ -17,6 +17,7 @@ from .._triton_common import (
     Launcher,
     alignment,
     block_sums,
+    elements,
     flatten,
     lane_dots,
     lane_zeros,
@@ -58,13 +59,13 @@ def h_aggregate_fwd_kernel(
 ):
     FULL: tl.constexpr = C % (BLOCK * GROUP) == 0
     token = tl.program_id(0).to(tl.int64)
-    x_row = x_ptr + token * (x_stride * ALIGN)
+    x_row = x_ptr + token * elements(x_stride, ALIGN)
     weights = load_scalars(h_ptr + token * h_stride, n)
     for start in range(0, C, BLOCK * GROUP):
         streams = ()
         for k in tl.static_range(GROUP):
             columns = start + k * BLOCK + tl.arange(0, BLOCK)
-            streams = streams + load_streams(x_row, x_stream_stride * ALIGN, columns, n, C, FULL)
+            streams = streams + load_streams(x_row, elements(x_stream_stride, ALIGN), columns, n, C, FULL)
         for k in tl.static_range(GROUP):
             columns = start + k * BLOCK + tl.arange(0, BLOCK)
             value = aggregate_tile(streams[k * n : k * n + n], weights, n)
@@ -93,8 +94,8 @@ def h_aggregate_bwd_kernel(
     DOTS: tl.constexpr = n if g_h_ptr is not None else 0
     FULL: tl.constexpr = C % (BLOCK * GROUP) == 0
     token = tl.program_id(0).to(tl.int64)
-    grad_row = grad_ptr + token * (grad_stride * ALIGN)
-    x_row = x_ptr + token * (x_stride * ALIGN)
+    grad_row = grad_ptr + token * elements(grad_stride, ALIGN)
+    x_row = x_ptr + token * elements(x_stride, ALIGN)
     weights = load_scalars(h_ptr + token * h_stride, n if WRITE else 0)
     sums = lane_zeros(DOTS, BLOCK // VECTOR)
     for start in range(0, C, BLOCK * GROUP):
@@ -103,7 +104,7 @@ def h_aggregate_bwd_kernel(
         for k in tl.static_range(GROUP):
             columns = start + k * BLOCK + tl.arange(0, BLOCK)
             grads = grads + (load_columns(grad_row, columns, C, FULL),)
-            streams = streams + load_streams(x_row, x_stream_stride * ALIGN, columns, DOTS, C, FULL)
+            streams = streams + load_streams(x_row, elements(x_stream_stride, ALIGN), columns, DOTS, C, FULL)
         for k in tl.static_range(GROUP):
             columns = start + k * BLOCK + tl.arange(0, BLOCK)
             if WRITE:

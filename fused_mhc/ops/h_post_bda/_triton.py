@@ -24,6 +24,7 @@ from .._triton_common import (
     Launcher,
     alignment,
     block_sums,
+    elements,
     flatten,
     lane_dots,
     lane_zeros,
@@ -189,8 +190,8 @@ def h_post_bda_fwd_kernel(
     DROP: tl.constexpr = seed_ptr is not None
     FULL: tl.constexpr = C % (BLOCK * GROUP) == 0
     token = tl.program_id(0).to(tl.int64)
-    residual_row = residual_ptr + token * (residual_stride * ALIGN)
-    x_row = x_ptr + token * (x_stride * ALIGN)
+    residual_row = residual_ptr + token * elements(residual_stride, ALIGN)
+    x_row = x_ptr + token * elements(x_stride, ALIGN)
     h_res_row = h_res_ptr + token * h_res_stride
     # More than eight streams have more weights than a thread has registers: those are loaded where they are used.
     HELD: tl.constexpr = n * n if n <= 8 else 0
@@ -203,7 +204,7 @@ def h_post_bda_fwd_kernel(
         for k in tl.static_range(GROUP):
             columns = start + k * BLOCK + tl.arange(0, BLOCK)
             streams = streams + load_streams(
-                residual_row, residual_stream_stride * ALIGN, columns, n, C, FULL
+                residual_row, elements(residual_stream_stride, ALIGN), columns, n, C, FULL
             )
             branches = branches + (_load_branch(x_row, bias_ptr, columns, C, FULL),)
         for k in tl.static_range(GROUP):
@@ -282,9 +283,9 @@ def h_post_bda_bwd_kernel(
     seed = tl.load(seed_ptr) if DROP else None
     bias_sums = lane_zeros(GROUP if BIAS else 0, BLOCK)
     for token in range(chunk * TOKENS, tl.minimum(chunk * TOKENS + TOKENS, T)):
-        grad_row = grad_ptr + token * (grad_stride * ALIGN)
-        residual_row = residual_ptr + token * (residual_stride * ALIGN)
-        x_row = x_ptr + token * (x_stride * ALIGN)
+        grad_row = grad_ptr + token * elements(grad_stride, ALIGN)
+        residual_row = residual_ptr + token * elements(residual_stride, ALIGN)
+        x_row = x_ptr + token * elements(x_stride, ALIGN)
         h_res = load_scalars(h_res_ptr + token * h_res_stride, RESIDUAL * n)
         h_post = load_scalars(h_post_ptr + token * h_post_stride, n if X or BIAS else 0)
         res_dots = lane_zeros(RES * n, BLOCK // VECTOR)
@@ -296,10 +297,10 @@ def h_post_bda_bwd_kernel(
             for k in tl.static_range(GROUP):
                 columns = start + k * BLOCK + tl.arange(0, BLOCK)
                 all_grads = all_grads + load_streams(
-                    grad_row, grad_stream_stride * ALIGN, columns, n, C, FULL
+                    grad_row, elements(grad_stream_stride, ALIGN), columns, n, C, FULL
                 )
                 all_streams = all_streams + load_streams(
-                    residual_row, residual_stream_stride * ALIGN, columns, RES, C, FULL
+                    residual_row, elements(residual_stream_stride, ALIGN), columns, RES, C, FULL
                 )
                 if POST > 0:
                     branches = branches + (_load_branch(x_row, bias_ptr, columns, C, FULL),)

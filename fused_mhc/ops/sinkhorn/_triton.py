@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._triton_common import Launcher, alignment, flatten, reciprocal, store, unpack, widen
+from .._triton_common import Launcher, alignment, elements, flatten, reciprocal, store, unpack, widen
 from .._tuning import tuned
 from .config import MAX_REGISTER_STREAMS, MAX_REGISTER_STREAMS_BWD, candidates, heuristic
 
@@ -151,7 +151,9 @@ def sinkhorn_load_tile(pointer, stride, tokens, mask, n: tl.constexpr, ALIGN: tl
     SIZE: tl.constexpr = triton.next_power_of_2(n * n)
     entry = tl.arange(0, SIZE)
     inside = mask[:, None] & (entry < n * n)[None, :]
-    tile = tl.load(pointer + (tokens * (stride * ALIGN))[:, None] + entry[None, :], mask=inside, other=0.0)
+    tile = tl.load(
+        pointer + (tokens * elements(stride, ALIGN))[:, None] + entry[None, :], mask=inside, other=0.0
+    )
     return unpack(widen(tile), SIZE)[: n * n]
 
 

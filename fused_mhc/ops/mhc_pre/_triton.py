@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._triton_common import Launcher, alignment, load_streams, store_columns, widen
+from .._triton_common import Launcher, alignment, elements, load_streams, store_columns, widen
 from .._tuning import tuned
 from ..h_aggregate._triton import aggregate_tile
 from ..mega_mhc._triton_fwd import split_phi
@@ -176,10 +176,10 @@ def pre_kernel(
             weights = ()
             for i in tl.static_range(n):
                 weights = weights + (tl.sum(tl.sum(tl.where(cols[None, :] == i, mixes, 0.0), 1), 0),)
-            row = x_ptr + token * (stride * ALIGN)
+            row = x_ptr + token * elements(stride, ALIGN)
             for start in range(0, C, BLOCK):
                 columns = start + tl.arange(0, BLOCK)
-                streams = load_streams(row, stream_stride * ALIGN, columns, n, C, FULL)
+                streams = load_streams(row, elements(stream_stride, ALIGN), columns, n, C, FULL)
                 store_columns(layer_ptr + token * C, columns, aggregate_tile(streams, weights, n), C, FULL)
 
 

@@ -30,7 +30,7 @@ from ..proj_rms_compute_h._triton_tiles import (
     store_interleaved_parts,
     store_parts,
 )
-from ..sinkhorn._triton import sinkhorn_bwd_tile, sinkhorn_load_tile, sinkhorn_store_tile
+from ..sinkhorn._triton import sinkhorn_bwd, sinkhorn_bwd_tile, sinkhorn_load_tile, sinkhorn_store_tile
 from ..sinkhorn.config import heuristic as sinkhorn_heuristic
 from . import config as tiles
 from ._triton_fwd import State, aligned_rows, read_entry, read_state, split_phi
@@ -84,7 +84,7 @@ def mixes_bwd_kernel(
     G_PARTS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """``logits_ptr``: scratch for the gradient of Sinkhorn's logits, ``[T, n*n]``."""
+    """``logits_ptr``: the gradient of Sinkhorn's logits, ``[T, n*n]``; made here where ``g_res_ptr`` is given."""
     N: tl.constexpr = n * n + 2 * n
     tile = tl.program_id(0).to(tl.int64)
     rows = tile * TOKENS + tl.arange(0, TOKENS)
@@ -104,7 +104,7 @@ def mixes_bwd_kernel(
     scaled = load_columns(proj_ptr, rows, row_mask, cols, N, N) * u[:, None]
     g_mix = load_columns(g_pre_ptr, rows, row_mask, cols, stride_pre, n)
     g_mix += load_columns(g_post_ptr, rows, row_mask, cols - n, stride_post, n)
-    if g_res_ptr is not None:
+    if logits_ptr is not None:
         g_mix += load_columns(logits_ptr, rows, row_mask, cols - 2 * n, n * n, n * n)
     factor = tl.where(cols < n, 1.0, tl.where(cols < 2 * n, 2.0, 0.0))
     one = tl.zeros_like(u) + 1.0
@@ -550,13 +550,19 @@ def _mixes_gradients(
     count, device = u.numel(), u.device
     columns = 32 if interleaved else tiles.columns(n)
     mapping_tiles = triton.cdiv(count, tiles.MAPPING_TOKENS)
+    g_pre, g_post, g_res = grads
+    logits = None
+    if g_res is not None and n > tiles.MAX_FUSED_SINKHORN:
+        raw = proj.view(count, -1)[:, 2 * n :] * u.view(count, 1)
+        logits = torch.addcmul(bias[2 * n :].float(), raw, alpha[2].float()).view(count, n, n)
+        logits = sinkhorn_bwd(g_res.reshape(count, n, n), logits, num_iters, hc_eps, "softmax")
+        g_res = None
+    elif g_res is not None:
+        logits = torch.empty(count, n * n, dtype=torch.float32, device=device)
     rows = [
         (None, 0) if g is None else flatten(g, trailing, dense=True)
-        for g, trailing in zip(grads, (1, 1, 2), strict=True)
+        for g, trailing in ((g_pre, 1), (g_post, 1), (g_res, 2))
     ]
-    logits = None
-    if grads[2] is not None:
-        logits = torch.empty(count, n * n, dtype=torch.float32, device=device)
     shape = (count, 64) if interleaved else (count, g_parts(dtype), columns)
     parts = torch.empty(shape, dtype=torch.bfloat16, device=device)
     coefficient = torch.empty(count, dtype=torch.float32, device=device)
@@ -583,7 +589,7 @@ def _mixes_gradients(
             columns,
             tiles.MAPPING_TOKENS,
             num_iters,
-            sinkhorn_heuristic(n, False).segment,
+            sinkhorn_heuristic(min(n, tiles.MAX_FUSED_SINKHORN), False).segment,
             g_parts(dtype),
             interleaved,
         ),

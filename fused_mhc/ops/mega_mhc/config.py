@@ -11,12 +11,15 @@ from dataclasses import dataclass
 
 import triton
 
-__all__ = ["CHUNK", "MAPPING_TOKENS", "SiteConfig", "columns", "heuristic"]
+__all__ = ["CHUNK", "MAPPING_TOKENS", "MAX_FUSED_SINKHORN", "SiteConfig", "columns", "heuristic"]
 
 #: Tokens whose share of the gradients of phi and norm_weight is one partial sum.
 CHUNK = 1024
 #: Tokens of one program of the mapping kernels; the partial sums of g_alpha and g_bias cover as many.
 MAPPING_TOKENS = 32
+
+#: Largest n whose Sinkhorn backward runs inside the mapping's kernel; beyond, registers spill and it has its own launch.
+MAX_FUSED_SINKHORN = 4
 
 
 @dataclass(frozen=True)

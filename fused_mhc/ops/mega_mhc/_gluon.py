@@ -1,4 +1,4 @@
-"""The single pass's backward for Hopper, in Gluon: bf16 streams, at most four of them, C a multiple of 64.
+"""The single pass's backward for Hopper, in Gluon: two to four bf16 streams, C a multiple of 64.
 
 Both passes take their tiles by TMA through a ring in shared memory. `norm_bwd_kernel` leaves the shares of g_phi to the
 tensor cores, which read the new streams where they lie. In `state_bwd_kernel` one warp loads, one stores, eight

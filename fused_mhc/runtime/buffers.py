@@ -31,12 +31,14 @@ def allocate(
     inputs: Mapping[str, Tensor | None],
     wanted: Collection[str] | None,
     device: torch.device,
+    *,
+    poison: bool = True,
 ) -> dict[str, Tensor | None]:
     """A tensor for every buffer, by name.
 
     Inputs are bound as they are (None: absent, as a gradient nobody has). Outputs that are not ``wanted``
-    stay None, and so do partial sums whose result is not wanted. All that is allocated starts as NaN, so
-    that a dependency that is missing shows.
+    stay None, and so do partial sums whose result is not wanted. With ``poison`` all that is allocated starts as NaN,
+    so that a dependency that is missing shows.
 
     Raises:
         InputError: an input has another shape or dtype than the Program says, or a name is unknown.
@@ -55,9 +57,8 @@ def allocate(
         if buffer.role != "scratch" and wanted is not None and name not in wanted:
             memory[buffer.name] = None
             continue
-        memory[buffer.name] = torch.full(
-            buffer.shape, float("nan"), dtype=DTYPES[buffer.dtype], device=device
-        )
+        tensor = torch.empty(buffer.shape, dtype=DTYPES[buffer.dtype], device=device)
+        memory[buffer.name] = tensor.fill_(float("nan")) if poison else tensor
     return memory
 
 

@@ -13,6 +13,8 @@ INSTALLED := .venv/.installed
 
 # The interpreter of Triton is chosen when Triton is imported, so those tests have a process of their own.
 TRITON_TESTS = $(shell find tests -name 'test_triton_*.py' -not -path 'tests/gpu/*')
+# Every operation, mode, dtype and shape against fp64, with Triton forced.
+FORCED_TESTS = tests/ops/test_parity.py tests/ops/test_dropout.py
 GPU_TESTS = $(wildcard tests/gpu/test_*.py)
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 
@@ -46,10 +48,10 @@ format: venv
 test: venv
 	@status=0; \
 	$(PYTEST) --ignore=tests/gpu --ignore-glob='*/test_triton_*.py' $(ARGS) || status=1; \
-	if [ -n "$(TRITON_TESTS)" ]; then \
-	    echo "Triton kernels in the interpreter:"; \
-	    TRITON_INTERPRET=1 $(PYTEST) $(TRITON_TESTS) $(ARGS) || status=1; \
-	fi; \
+	echo "Triton kernels in the interpreter:"; \
+	TRITON_INTERPRET=1 $(PYTEST) $(TRITON_TESTS) $(ARGS) || status=1; \
+	echo "Operations on Triton in the interpreter:"; \
+	TRITON_INTERPRET=1 MHC_FORCE_BACKEND=triton $(PYTEST) $(FORCED_TESTS) $(ARGS) || status=1; \
 	exit $$status
 
 # Threads that wait asleep cost little on an idle machine, and keep a busy one from standing still.

@@ -139,9 +139,10 @@ def store_choices(device: torch.device | str, choices: dict[tuple[str, tuple[Has
         OSError: the file cannot be written.
     """
     path = tuning_file(device)
-    content = {"format": FORMAT, "choices": _stored(torch.device(device))}
+    stored = _stored(torch.device(device))
     for (kernel, arguments), config in choices.items():
-        content["choices"][_key(kernel, arguments)] = list(astuple(config))
+        stored[_key(kernel, arguments)] = list(astuple(config))
+    content = {"format": FORMAT, "choices": stored}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     forget()

@@ -15,7 +15,6 @@ __all__ = [
     "load_parts",
     "load_streams",
     "mixed_tile",
-    "project_site_tile",
     "site_row_tile",
     "split",
     "update_tile",
@@ -113,60 +112,6 @@ def load_parts(pointer, size, offsets, mask, PARTS: tl.constexpr):
     for index in tl.static_range(PARTS):
         parts = parts + (tl.load(pointer + index * size + offsets, mask=mask, other=0.0),)
     return parts
-
-
-@triton.jit
-def project_site_tile(
-    new_ptr,
-    phi_ptr,
-    partial_ptr,
-    square_ptr,
-    rows,
-    row_mask,
-    begin,
-    end,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
-    RATIO: tl.constexpr,
-    X_PARTS: tl.constexpr,
-    W_PARTS: tl.constexpr,
-):
-    """Leaves ``begin`` to ``end`` (RATIO steps each), as far as K goes, of the projection of ``rows`` and of their sums
-    of squares.
-
-    ``phi_ptr``: the bf16 parts of phi, ``[W_PARTS, N, K]``. Leaves are added in order."""
-    cols = tl.arange(0, COLUMNS)
-    proj = tl.zeros((rows.shape[0], COLUMNS), tl.float32)
-    square = tl.zeros((rows.shape[0],), tl.float32)
-    leaf = proj
-    leaf_square = square
-    x_rows = new_ptr + rows[:, None] * K
-    w_cols = cols[None, :] * K
-    for step in range(begin * RATIO, tl.minimum(end * RATIO, (K + STEP - 1) // STEP)):
-        k = step * STEP + tl.arange(0, STEP)
-        x_mask = row_mask[:, None]
-        w_mask = cols[None, :] < N
-        if K % (STEP * RATIO) != 0:
-            x_mask = x_mask & (k[None, :] < K)
-            w_mask = w_mask & (k[:, None] < K)
-        x = tl.load(x_rows + k[None, :], mask=x_mask, other=0.0)
-        w = load_parts(phi_ptr, N * K, w_cols + k[:, None], w_mask, W_PARTS)
-        leaf += add_products(split(x, X_PARTS), w, tl.zeros_like(proj), X_PARTS, W_PARTS, 3)
-        value = widen(x)
-        leaf_square += tl.sum(value * value, axis=1)
-        last = step % RATIO == RATIO - 1
-        proj = tl.where(last, proj + leaf, proj)
-        square = tl.where(last, square + leaf_square, square)
-        leaf = tl.where(last, 0.0, leaf)
-        leaf_square = tl.where(last, 0.0, leaf_square)
-    proj += leaf
-    square += leaf_square
-    tl.store(
-        partial_ptr + rows[:, None] * N + cols[None, :], proj, mask=row_mask[:, None] & (cols[None, :] < N)
-    )
-    tl.store(square_ptr + rows, square, mask=row_mask)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from .._triton_common import Launcher, alignment, elements, load_streams, store_
 from .._tuning import tuned
 from ..h_aggregate._triton import aggregate_tile
 from ..mega_mhc._triton_fwd import split_phi
-from ..mega_mhc._triton_tiles import project_site_tile
+from ..mega_mhc._triton_tiles import add_products, load_parts, split
 from ..proj_rms_compute_h._triton_tiles import ORDER, PARTS, alpha_columns, mapping_tile, rms_tile
 from ..sinkhorn._triton import sinkhorn_fwd, sinkhorn_load_tile, sinkhorn_store_tile, sinkhorn_tile
 from ..sinkhorn.config import MAX_REGISTER_STREAMS
@@ -25,6 +25,60 @@ from . import config as tiles
 from ._triton_bwd import mhc_pre_bwd
 
 __all__ = ["mhc_pre_bwd", "mhc_pre_fwd"]
+
+
+@triton.jit
+def project_span_tile(
+    x_ptr,
+    weight_ptr,
+    partial_ptr,
+    square_ptr,
+    rows,
+    row_mask,
+    begin,
+    end,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    RATIO: tl.constexpr,
+    X_PARTS: tl.constexpr,
+    W_PARTS: tl.constexpr,
+):
+    """Leaves ``begin`` to ``end`` (RATIO steps each), as far as K goes, of the projection of ``rows`` and of their sums
+    of squares.
+
+    ``weight_ptr``: the bf16 parts of the weight, ``[W_PARTS, N, K]``. Leaves are added in order."""
+    cols = tl.arange(0, COLUMNS)
+    proj = tl.zeros((rows.shape[0], COLUMNS), tl.float32)
+    square = tl.zeros((rows.shape[0],), tl.float32)
+    leaf = proj
+    leaf_square = square
+    x_rows = x_ptr + rows[:, None] * K
+    w_cols = cols[None, :] * K
+    for step in range(begin * RATIO, tl.minimum(end * RATIO, (K + STEP - 1) // STEP)):
+        k = step * STEP + tl.arange(0, STEP)
+        x_mask = row_mask[:, None]
+        w_mask = cols[None, :] < N
+        if K % (STEP * RATIO) != 0:
+            x_mask = x_mask & (k[None, :] < K)
+            w_mask = w_mask & (k[:, None] < K)
+        x = tl.load(x_rows + k[None, :], mask=x_mask, other=0.0)
+        w = load_parts(weight_ptr, N * K, w_cols + k[:, None], w_mask, W_PARTS)
+        leaf += add_products(split(x, X_PARTS), w, tl.zeros_like(proj), X_PARTS, W_PARTS, 3)
+        value = widen(x)
+        leaf_square += tl.sum(value * value, axis=1)
+        last = step % RATIO == RATIO - 1
+        proj = tl.where(last, proj + leaf, proj)
+        square = tl.where(last, square + leaf_square, square)
+        leaf = tl.where(last, 0.0, leaf)
+        leaf_square = tl.where(last, 0.0, leaf_square)
+    proj += leaf
+    square += leaf_square
+    tl.store(
+        partial_ptr + rows[:, None] * N + cols[None, :], proj, mask=row_mask[:, None] & (cols[None, :] < N)
+    )
+    tl.store(square_ptr + rows, square, mask=row_mask)
 
 
 @triton.jit
@@ -129,7 +183,7 @@ def pre_kernel(
     if place < PARTIALS:
         if turn < token_tiles:
             rows = turn * TOKENS + tl.arange(0, TOKENS)
-            project_site_tile(
+            project_span_tile(
                 x_ptr,
                 weight_ptr,
                 partial_ptr + place * count * N,

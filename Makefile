@@ -15,7 +15,6 @@ INSTALLED := .venv/.installed
 TRITON_TESTS = $(shell find tests -name 'test_triton_*.py' -not -path 'tests/gpu/*')
 # Every operation, mode, dtype and shape against fp64, with Triton forced.
 FORCED_TESTS = tests/ops/test_parity.py tests/ops/test_dropout.py
-GPU_TESTS = $(wildcard tests/gpu/test_*.py)
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 
 .PHONY: help venv lint format test demo test-gpu bench-gpu clean
@@ -58,12 +57,13 @@ test: venv
 demo: venv
 	OMP_WAIT_POLICY=passive $(BIN)/fused-mhc demo $(ARGS)
 
+# The device's own tests, then the suite of the operations with Triton forced.
 test-gpu:
-ifeq ($(GPU_TESTS),)
-	@echo "test-gpu: there is no GPU test yet"
-else
-	PYTHONPATH=. $(GPU_PYTHON) -m pytest -q $(GPU_TESTS) $(ARGS)
-endif
+	@status=0; \
+	PYTHONPATH=. $(GPU_PYTHON) -m pytest -q tests/gpu $(ARGS) || status=1; \
+	MHC_FORCE_BACKEND=triton PYTHONPATH=. $(GPU_PYTHON) -m pytest -q tests/ops tests/test_faults.py \
+	    --ignore-glob='*/test_triton_*.py' $(ARGS) || status=1; \
+	exit $$status
 
 bench-gpu:
 	PYTHONPATH=. $(GPU_PYTHON) -m benchmarks $(ARGS)

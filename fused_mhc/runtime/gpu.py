@@ -161,8 +161,10 @@ def _device(device: torch.device | str | None) -> torch.device:
     if INTERPRETING.value:
         return torch.device("cpu")
     where = torch.device("cuda") if device is None else torch.device(device)
-    if where.type != "cuda" or torch.version.hip is not None:
-        raise BackendError(f"device: expected a CUDA device for the megakernel, got {where}")
+    if where.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        raise BackendError(
+            f"device: expected a CUDA device for the megakernel, that torch finds, got {where}"
+        )
     return torch.device("cuda", torch.cuda.current_device()) if where.index is None else where
 
 

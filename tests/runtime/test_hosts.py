@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fused_mhc.errors import BackendError, InputError
 from fused_mhc.ops.mega_mhc import mega_mhc, mega_mhc_entry, mega_mhc_exit
-from fused_mhc.runtime import last_launch
+from fused_mhc.runtime import GpuExecutor, check_launches, last_launch
 from fused_mhc.runtime.hosts import program_host
+from fused_mhc.scheduler import lower_tiled_mhc
 
 N, C = 3, 24
 
@@ -178,3 +179,12 @@ def test_refuses() -> None:
     meta = [None if v is None else v.detach().to("meta") for v in values]
     with pytest.raises(BackendError, match="runs on CPU tensors, got meta"):
         program_host("mega_mhc", "fwd", "native")(*meta, 1e-6, 1e-6, 20)
+
+
+def test_the_megakernel_runs_on_cuda_devices() -> None:
+    """(And in the interpreter, which has tests of its own.)"""
+    program = lower_tiled_mhc("forward", 3, 8, num_cube_workers=1, num_vector_workers=1)
+    with pytest.raises(BackendError, match=r"device: expected a CUDA device for the megakernel, .* got cpu"):
+        GpuExecutor(program, "cpu")
+    with pytest.raises(BackendError, match=r"device: expected a CUDA device for the megakernel, .* got cpu"):
+        check_launches("cpu")

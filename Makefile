@@ -43,7 +43,7 @@ format: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Both runs happen, each prints its closing line, and the target fails if either does.
+# All three runs happen, each prints its closing line, and the target fails if any does.
 test: venv
 	@status=0; \
 	$(PYTEST) --ignore=tests/gpu --ignore-glob='*/test_triton_*.py' $(ARGS) || status=1; \

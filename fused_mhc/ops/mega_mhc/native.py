@@ -6,7 +6,7 @@ and so does the CPU executor of the task graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -144,6 +144,69 @@ def _cast(
     ]
 
 
+class _State:
+    """What a site gets from the one before, by token; the mixes in the compute dtype."""
+
+    def __init__(
+        self,
+        previous_output: Tensor,
+        residual: Tensor,
+        previous_pre_mix: Tensor,
+        previous_post_mix: Tensor,
+        previous_residual_mix: Tensor,
+        dtype: torch.dtype,
+    ) -> None:
+        self.output, self.streams = tokens(previous_output, 1), tokens(residual, 2)
+        self.pre, self.post = (tokens(t, 1).to(dtype) for t in (previous_pre_mix, previous_post_mix))
+        self.mixing = tokens(previous_residual_mix, 2).to(dtype)
+
+    def chunks(self) -> Iterator[slice]:
+        count, n, width = self.streams.shape
+        return chunks(count, n * width)
+
+    def updated(self, part: slice) -> Tensor:
+        """Step 1 for a tile, rounded to the streams' dtype."""
+        new = update_tile(self.mixing[part], self.streams[part], self.post[part], self.output[part])
+        return new.to(self.streams.dtype)
+
+    def room(self, inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
+        """An empty gradient for each of the five tensors that needs one, in its dtype."""
+        shapes = (t.shape for t in (self.output, self.streams, self.pre, self.post, self.mixing))
+        return [
+            t.new_empty(shape) if t is not None and need else None
+            for t, shape, need in zip(inputs, shapes, needs, strict=False)
+        ]
+
+    def fill(
+        self,
+        outs: Sequence[Tensor | None],
+        part: slice,
+        new: Tensor,
+        g_mixed: Tensor | None,
+        total: Tensor | None,
+    ) -> None:
+        """The gradients of a tile from those of ``mixed`` and of the new streams ``new``."""
+        g_output, g_residual, g_pre, g_post, g_mixing = outs
+        if g_pre is not None:
+            g_pre[part] = 0.0 if g_mixed is None else aggregate_dot_tile(g_mixed, new)
+        if total is None:
+            return
+        if g_output is not None:
+            g_output[part] = stream_sum(self.post[part].unsqueeze(-1) * total, 1)
+        if g_residual is not None:
+            g_residual[part] = unmix_tile(self.mixing[part], total)
+        if g_post is not None:
+            g_post[part] = tree_sum(total * self.output[part].unsqueeze(1))
+        if g_mixing is not None:
+            g_mixing[part] = residual_dot_tile(self.streams[part], total)
+
+
+def _wants_total(needs: Sequence[bool]) -> bool:
+    """Whether a gradient is wanted that starts from `total_grad_tile`: all of the state's but the pre-mix's."""
+    need_output, need_residual, _, need_post, need_mixing = needs[:5]
+    return need_output or need_residual or need_post or need_mixing
+
+
 class _Boundary:
     """Results of one site for all tokens, filled tile by tile: what `mega_mhc_fwd` and `mega_mhc_entry_fwd` share."""
 
@@ -208,15 +271,12 @@ def mega_mhc_fwd(
         bias,
         norm_weight,
     )
-    n, width = residual.shape[-2:]
-    streams, output = tokens(residual, 2), tokens(previous_output, 1)
-    pre, post = (tokens(t, 1).to(dtype) for t in (previous_pre_mix, previous_post_mix))
-    mixing = tokens(previous_residual_mix, 2).to(dtype)
-    site = _Boundary(residual.new_empty(streams.shape), phi, alpha, bias, norm_weight, dtype)
-    for part in chunks(streams.shape[0], n * width):
-        new = site.new_residual[part]
-        new.copy_(update_tile(mixing[part], streams[part], post[part], output[part]))
-        site.fill(part, aggregate_tile(new, pre[part]), hc_eps, norm_eps, num_iters)
+    mixes = (previous_pre_mix, previous_post_mix, previous_residual_mix)
+    state = _State(previous_output, residual, *mixes, dtype)
+    site = _Boundary(residual.new_empty(state.streams.shape), phi, alpha, bias, norm_weight, dtype)
+    for part in state.chunks():
+        new = site.new_residual[part] = state.updated(part)
+        site.fill(part, aggregate_tile(new, state.pre[part]), hc_eps, norm_eps, num_iters)
     return site.results(residual.shape[:-2])
 
 
@@ -350,18 +410,8 @@ def mega_mhc_bwd(
         norm_weight,
     )
     dtype = compute_dtype(*inputs)
-    n, width = residual.shape[-2:]
-    streams, output = tokens(residual, 2), tokens(previous_output, 1)
-    pre, post = (tokens(t, 1).to(dtype) for t in (previous_pre_mix, previous_post_mix))
-    mixing = tokens(previous_residual_mix, 2).to(dtype)
-    need_output, need_residual, _, need_post, need_mixing = needs[:5]
-    need_total = need_output or need_residual or need_post or need_mixing
-    shapes = (output.shape, streams.shape, pre.shape, post.shape, mixing.shape)
-    outs = [
-        t.new_empty(shape) if t is not None and need else None
-        for t, shape, need in zip(inputs, shapes, needs, strict=False)
-    ]
-    g_output, g_residual, g_previous_pre, g_previous_post, g_mixing = outs
+    state = _State(*inputs[:5], dtype)
+    outs = state.room(inputs, needs[:5])
     site = _BoundaryGradients(
         (g_new_residual, g_pre, g_post, g_res, g_block_input),
         phi,
@@ -375,21 +425,10 @@ def mega_mhc_bwd(
         dtype,
         needs[5:],
     )
-    for part in chunks(streams.shape[0], n * width):
-        new = site.new_residual[part]
-        g_mixed, total = site.tile(part, aggregate_tile(new, pre[part]), pre[part], need_total)
-        if g_previous_pre is not None:
-            g_previous_pre[part] = 0.0 if g_mixed is None else aggregate_dot_tile(g_mixed, new)
-        if total is None:
-            continue
-        if g_output is not None:
-            g_output[part] = stream_sum(post[part].unsqueeze(-1) * total, 1)
-        if g_residual is not None:
-            g_residual[part] = unmix_tile(mixing[part], total)
-        if g_previous_post is not None:
-            g_previous_post[part] = tree_sum(total * output[part].unsqueeze(1))
-        if g_mixing is not None:
-            g_mixing[part] = residual_dot_tile(streams[part], total)
+    for part in state.chunks():
+        new, pre = site.new_residual[part], state.pre[part]
+        g_mixed, total = site.tile(part, aggregate_tile(new, pre), pre, _wants_total(needs))
+        state.fill(outs, part, new, g_mixed, total)
     sums = (site.g_phi, site.g_alpha, site.g_bias, site.g_norm_weight)
     return _cast((*outs, *sums), inputs, needs)
 
@@ -455,15 +494,13 @@ def mega_mhc_exit_fwd(
 ) -> tuple[Tensor, Tensor]:
     mixes = (previous_pre_mix, previous_post_mix, previous_residual_mix)
     dtype = compute_dtype(previous_output, residual, *mixes, norm_weight)
-    n, width = residual.shape[-2:]
-    streams, output = tokens(residual, 2), tokens(previous_output, 1)
-    pre, post = (tokens(t, 1).to(dtype) for t in mixes[:2])
-    mixing, scale = tokens(previous_residual_mix, 2).to(dtype), _optional(norm_weight, dtype)
-    out = residual.new_empty(streams.shape[0], width)
-    rstd = torch.empty(streams.shape[0], 1, dtype=dtype, device=residual.device)
-    for part in chunks(streams.shape[0], n * width):
-        new = update_tile(mixing[part], streams[part], post[part], output[part]).to(residual.dtype)
-        out[part], rstd[part] = norm_tile(aggregate_tile(new, pre[part]), scale, norm_eps)
+    state, scale = _State(previous_output, residual, *mixes, dtype), _optional(norm_weight, dtype)
+    count, _, width = state.streams.shape
+    out = residual.new_empty(count, width)
+    rstd = torch.empty(count, 1, dtype=dtype, device=residual.device)
+    for part in state.chunks():
+        mixed = aggregate_tile(state.updated(part), state.pre[part])
+        out[part], rstd[part] = norm_tile(mixed, scale, norm_eps)
     lead = residual.shape[:-2]
     return out.view(*lead, width), rstd.view(*lead, 1)
 
@@ -479,43 +516,19 @@ def mega_mhc_exit_bwd(
     rstd: Tensor,
     needs: Sequence[bool],
 ) -> list[Tensor]:
-    inputs = (
-        previous_output,
-        residual,
-        previous_pre_mix,
-        previous_post_mix,
-        previous_residual_mix,
-        norm_weight,
-    )
+    mixes = (previous_pre_mix, previous_post_mix, previous_residual_mix)
+    inputs = (previous_output, residual, *mixes, norm_weight)
     dtype = compute_dtype(*inputs)
-    n, width = residual.shape[-2:]
-    streams, output = tokens(residual, 2), tokens(previous_output, 1)
-    pre, post = (tokens(t, 1).to(dtype) for t in (previous_pre_mix, previous_post_mix))
-    mixing, scale = tokens(previous_residual_mix, 2).to(dtype), _optional(norm_weight, dtype)
+    state, scale = _State(previous_output, residual, *mixes, dtype), _optional(norm_weight, dtype)
     g_all, factor = tokens(grad, 1), tokens(rstd, 1)
-    shapes = (output.shape, streams.shape, pre.shape, post.shape, mixing.shape)
-    outs = [
-        t.new_empty(shape) if t is not None and need else None
-        for t, shape, need in zip(inputs, shapes, needs, strict=False)
-    ]
-    g_output, g_residual, g_pre, g_post, g_mixing = outs
-    g_norm_weight = torch.zeros(width, dtype=dtype, device=residual.device)
-    for part in chunks(streams.shape[0], n * width):
-        new = update_tile(mixing[part], streams[part], post[part], output[part]).to(residual.dtype)
-        mixed = aggregate_tile(new, pre[part])
+    outs = state.room(inputs, needs[:5])
+    g_norm_weight = torch.zeros(g_all.shape[1], dtype=dtype, device=residual.device)
+    for part in state.chunks():
+        new, pre = state.updated(part), state.pre[part]
         g = g_all[part].to(dtype)
-        g_mixed, normed = norm_bwd_tile(g, mixed, factor[part], scale)
+        g_mixed, normed = norm_bwd_tile(g, aggregate_tile(new, pre), factor[part], scale)
         if needs[5]:
             g_norm_weight += tree_sum(g * normed, 0)
-        if g_pre is not None:
-            g_pre[part] = aggregate_dot_tile(g_mixed, new)
-        total = pre[part].unsqueeze(-1) * g_mixed.unsqueeze(1)
-        if g_output is not None:
-            g_output[part] = stream_sum(post[part].unsqueeze(-1) * total, 1)
-        if g_residual is not None:
-            g_residual[part] = unmix_tile(mixing[part], total)
-        if g_post is not None:
-            g_post[part] = tree_sum(total * output[part].unsqueeze(1))
-        if g_mixing is not None:
-            g_mixing[part] = residual_dot_tile(streams[part], total)
+        total = pre.unsqueeze(-1) * g_mixed.unsqueeze(1) if _wants_total(needs) else None
+        state.fill(outs, part, new, g_mixed, total)
     return _cast((*outs, g_norm_weight), inputs, needs)

@@ -92,15 +92,22 @@ def collect_span_tile(
     count,
     N: tl.constexpr,
     PARTIALS: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
-    """Projection ``[rows, cols]`` and sum of squares from the partial sums, first to last."""
+    """Projection ``[rows, cols]`` and sum of squares from the partial sums, first to last. UNROLL: all loads are under
+    way at once, for a program that waits for them; the sums are the same."""
     at = partial_ptr + rows[:, None] * N + cols[None, :]
     mask = row_mask[:, None] & col_mask[None, :]
     proj = tl.load(at, mask=mask, other=0.0)
     square = tl.load(square_ptr + rows, mask=row_mask, other=0.0)
-    for index in tl.static_range(1, PARTIALS):
-        proj += tl.load(at + index * count * N, mask=mask, other=0.0)
-        square += tl.load(square_ptr + index * count + rows, mask=row_mask, other=0.0)
+    if UNROLL:
+        for index in tl.static_range(1, PARTIALS):
+            proj += tl.load(at + index * count * N, mask=mask, other=0.0)
+            square += tl.load(square_ptr + index * count + rows, mask=row_mask, other=0.0)
+    else:
+        for index in range(1, PARTIALS):
+            proj += tl.load(at + index * count * N, mask=mask, other=0.0)
+            square += tl.load(square_ptr + index * count + rows, mask=row_mask, other=0.0)
     return proj, square
 
 
@@ -211,7 +218,7 @@ def pre_kernel(
             cols = tl.arange(0, COLUMNS)
             rows = token + tl.arange(0, 1)
             proj, square = collect_span_tile(
-                partial_ptr, square_ptr, rows, rows < count, cols, cols < n, count, N, PARTIALS
+                partial_ptr, square_ptr, rows, rows < count, cols, cols < n, count, N, PARTIALS, True
             )
             mixes, _ = mixes_tile(
                 proj,
@@ -270,7 +277,7 @@ def mixes_kernel(
     row_mask = rows < count
     cols = tl.arange(0, COLUMNS)
     proj, square = collect_span_tile(
-        partial_ptr, square_ptr, rows, row_mask, cols, cols < N, count, N, PARTIALS
+        partial_ptr, square_ptr, rows, row_mask, cols, cols < N, count, N, PARTIALS, False
     )
     mixes, r = mixes_tile(
         proj,

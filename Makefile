@@ -14,7 +14,7 @@ INSTALLED := .venv/.installed
 # The interpreter of Triton is chosen when Triton is imported, so those tests have a process of their own.
 TRITON_TESTS = $(shell find tests -name 'test_triton_*.py' -not -path 'tests/gpu/*')
 # Every operation, mode, dtype and shape against fp64, with Triton forced.
-FORCED_TESTS = tests/ops/test_parity.py tests/ops/test_dropout.py
+FORCED_TESTS = $(addprefix tests/ops/test_,parity.py dropout.py sinkhorn.py projection.py)
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 
 .PHONY: help venv lint format test demo test-gpu bench-gpu clean

@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 
 from fused_mhc.ops._triton_common import store, widen
+from fused_mhc.ops.h_aggregate._triton import aggregate_tile
 from fused_mhc.ops.mega_mhc._triton_tiles import (
     load_masked,
     load_mixes,
     load_streams,
-    mixed_tile,
     update_tile,
 )
 
@@ -149,7 +149,7 @@ def collapse(new, pre, n: tl.constexpr, ENTRY: tl.constexpr):
     if ENTRY:
         return widen(new[0])
     else:
-        return mixed_tile(new, pre, n)
+        return aggregate_tile(new, pre, n)
 
 
 @triton.jit

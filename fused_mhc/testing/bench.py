@@ -43,8 +43,8 @@ __all__ = [
 
 #: Tokens of random data that are drawn; longer inputs repeat them (drawing on the CPU would take minutes).
 _DRAWN_TOKENS = 64
-#: Calls queued to measure the host's cost of one.
-_HOST_CALLS = 1000
+#: Calls queued at a time to measure the host's cost of one: many more would fill the device's launch queue.
+_HOST_CALLS = 100
 
 Calls = dict[str, Callable[[], Any]]
 
@@ -272,9 +272,9 @@ def host_time(call: Callable[[], Any], device: torch.device | str) -> float:
     best = float("inf")
     for _ in range(3):
         began = time.perf_counter()
-        for _ in range(_HOST_CALLS // 10):
+        for _ in range(_HOST_CALLS):
             call()
-        best = min(best, (time.perf_counter() - began) / (_HOST_CALLS // 10) * 1e6)
+        best = min(best, (time.perf_counter() - began) / (_HOST_CALLS) * 1e6)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     return best

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._triton_common import Launcher, alignment, cast, store, widen
+from ..h_aggregate._triton import aggregate_tile
 from ..proj_rms_compute_h._triton_bwd import add_shares, g_parts
 from ..proj_rms_compute_h._triton_tiles import PARTS
 from . import config as tiles
@@ -26,7 +27,6 @@ from ._triton_tiles import (
     load_mixes,
     load_parts,
     load_streams,
-    mixed_tile,
     split,
     update_tile,
 )
@@ -110,7 +110,7 @@ def collapse_tile(streams, pre_ptr, stride_pre, rows, row_mask, n: tl.constexpr,
     if ENTRY:
         return widen(streams[0])
     else:
-        return mixed_tile(streams, load_mixes(pre_ptr, stride_pre, rows, row_mask, n), n)
+        return aggregate_tile(streams, load_mixes(pre_ptr, stride_pre, rows, row_mask, n), n)
 
 
 @triton.jit(

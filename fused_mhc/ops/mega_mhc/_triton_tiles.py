@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from .._triton_common import cast, dot_bf16, load_scalars, store, widen
+from ..h_aggregate._triton import aggregate_tile
 from ..proj_rms_compute_h._triton_tiles import part
 
 __all__ = [
@@ -14,7 +15,6 @@ __all__ = [
     "load_mixes",
     "load_parts",
     "load_streams",
-    "mixed_tile",
     "site_row_tile",
     "split",
     "update_tile",
@@ -59,15 +59,6 @@ def update_tile(streams, output, mixing, post, n: tl.constexpr, dtype: tl.conste
             total = total + mixing[i * n + j] * widen(streams[i])
         new = new + (cast(total + post[j] * widen(output), dtype),)
     return new
-
-
-@triton.jit
-def mixed_tile(streams, pre, n: tl.constexpr):
-    """``sum_i pre[i]*streams[i]``, first stream to last, in fp32."""
-    total = pre[0] * widen(streams[0])
-    for i in tl.static_range(1, n):
-        total = total + pre[i] * widen(streams[i])
-    return total
 
 
 @triton.jit
@@ -139,7 +130,7 @@ def site_chunk_tile(
     else:
         output = load_masked(output_row + columns, mask)
         new = update_tile(streams, output, mixing, post, n, dtype)
-        mixed = mixed_tile(new, pre, n)
+        mixed = aggregate_tile(new, pre, n)
     if new_row is not None:
         for j in tl.static_range(n):
             tl.store(new_row + j * C + columns, new[j], mask=mask)

@@ -1,9 +1,10 @@
 """Which backend runs an operation: one table, one rule, and the reasons in words.
 
 The rule: ``auto`` takes, per operation and direction, the first backend of `PREFERENCE` that can run on the
-tensor's device, number of streams and dtype; a backend asked for by name (argument or ``MHC_FORCE_BACKEND``) never
-falls back. A backend's kernels for an operation lie in its folder (``fused_mhc/ops/<folder>/<module>.py``) and are
-loaded only when asked for; the host functions have one name on every backend: ``<op>_fwd`` and ``<op>_bwd``.
+tensor's device, number of streams and dtype (cuTile before them where `CUTILE_WINS` says so); a backend asked for by
+name (argument or ``MHC_FORCE_BACKEND``) never falls back. A backend's kernels for an operation lie in its folder
+(``fused_mhc/ops/<folder>/<module>.py``) and are loaded only when asked for; the host functions have one name on every
+backend: ``<op>_fwd`` and ``<op>_bwd``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from . import env
+from . import cutile, env
 from .checks import check_backend, check_choice
 from .device import device_info
 from .errors import BackendError
@@ -70,6 +71,9 @@ FORWARD_ONLY = ("fused_add_3",)
 _MODULES = {"native": "native", "triton": "_triton", "cutile": "_cutile"}
 #: Order in which ``auto`` tries the backends on a device that is not a CPU.
 PREFERENCE = ("triton", "native")
+#: (architecture, operation, direction) where cuTile was measured faster than Triton and its repeats are certified:
+#: there ``auto`` tries it first. Nothing has been measured yet, so ``auto`` never takes it.
+CUTILE_WINS: frozenset[tuple[str, str, str]] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ def _probe_device(backend: str, device: torch.device) -> str | None:
     if env.disabled(backend):
         return f"switched off by MHC_DISABLE_{backend.upper()}"
     if backend == "cutile":
-        return "not built into this version"
+        return cutile.why_not(device)
     if not _has_module("triton"):
         return "the package triton is not installed"
     if device.type == "cuda" or (device.type == "cpu" and env.interpreting()):
@@ -143,19 +147,35 @@ def _why_not(
     return None
 
 
+def _order(op: str, direction: str, policy: str, device: torch.device) -> tuple[str, ...]:
+    """The backends that a policy tries, first to last."""
+    if policy != "auto":
+        return (policy,)
+    if device.type == "cpu":
+        return ("native",)
+    if CUTILE_WINS and (device_info(device).arch, op, direction) in CUTILE_WINS:
+        return ("cutile", *PREFERENCE)
+    return PREFERENCE
+
+
+def _pick(
+    op: str, direction: str, policy: str, device: torch.device, n: int | None, double: bool
+) -> tuple[str | None, dict[str, str]]:
+    """The backend that runs the call (None: the named one cannot) and why those tried before it do not."""
+    reasons: dict[str, str] = {}
+    for backend in _order(op, direction, policy, device):
+        reason = _why_not(op, direction, backend, device, n, double)
+        if reason is None:
+            return backend, reasons
+        reasons[backend] = reason
+    return None, reasons
+
+
 def _choose(
     op: str, direction: str, policy: str, device: torch.device, n: int | None, double: bool
 ) -> tuple[str | None, dict[str, str]]:
     """The backend that runs the call (None: the named one cannot) and why each other one does not."""
-    order = (policy,) if policy != "auto" else ("native",) if device.type == "cpu" else PREFERENCE
-    reasons: dict[str, str] = {}
-    chosen = None
-    for backend in order:
-        reason = _why_not(op, direction, backend, device, n, double)
-        if reason is None:
-            chosen = backend
-            break
-        reasons[backend] = reason
+    chosen, reasons = _pick(op, direction, policy, device, n, double)
     for backend in _MODULES:
         if backend != chosen and backend not in reasons:
             reason = _why_not(op, direction, backend, device, n, double)
@@ -201,7 +221,10 @@ def resolve(
     host = _RESOLVED.get(key)
     if host is None:
         policy = _policy(backend)
-        chosen, reasons = _choose(op, direction, policy, device, n, double)
+        for name in _MODULES:
+            env.disabled(name)  # a value that is not understood is an error, whatever runs
+        # Not `_choose`: what cuTile could do is asked of its compiler, and only where that matters.
+        chosen, reasons = _pick(op, direction, policy, device, n, double)
         if chosen is None:
             raise BackendError(
                 f"backend {policy!r} cannot run {op} {direction} on {device}: {reasons[policy]}"
@@ -236,7 +259,8 @@ def is_triton_available() -> bool:
 
 
 def is_cutile_available() -> bool:
-    """True when cuTile kernels can run here now."""
+    """True when cuTile kernels can run here now: not switched off, and a small one compiles for the current device
+    (or did before)."""
     return torch.cuda.is_available() and _probe_device("cutile", torch.device("cuda")) is None
 
 
@@ -285,7 +309,7 @@ def log_fused_mhc_backend_once(backend: str = "auto") -> None:
         InputError: ``backend`` is unknown.
     """
     check_backend(backend)
-    if backend in _LOGGED:
+    if backend in _LOGGED or not logger.isEnabledFor(logging.INFO):
         return
     _LOGGED.add(backend)
     where = _default_device()

@@ -6,7 +6,9 @@ A value that is not understood is an `InputError`, raised by the first call that
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import InputError
@@ -15,11 +17,13 @@ __all__ = [
     "BACKENDS",
     "VARIABLES",
     "cache_dir",
+    "cuda_paths",
     "disabled",
     "dispatch_state",
     "forced_backend",
     "interpreting",
     "raw_values",
+    "without_cuda_paths",
 ]
 
 BACKENDS = ("auto", "native", "triton", "cutile")
@@ -104,3 +108,22 @@ def cache_dir() -> Path:
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "fused-mhc"
+
+
+#: Variables by which CUDA's tools find a toolkit.
+_CUDA_PATHS = ("CUDA_HOME", "CUDA_PATH")
+
+
+def cuda_paths() -> list[str]:
+    """The toolkits that ``CUDA_HOME`` and ``CUDA_PATH`` name."""
+    return [value for name in _CUDA_PATHS if (value := os.environ.get(name))]
+
+
+@contextlib.contextmanager
+def without_cuda_paths() -> Iterator[None]:
+    """The process's environment without ``CUDA_HOME`` and ``CUDA_PATH``, for a tool that runs inside."""
+    kept = {name: os.environ.pop(name) for name in _CUDA_PATHS if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)

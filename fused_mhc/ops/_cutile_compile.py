@@ -1,0 +1,162 @@
+"""Every cuTile kernel, compiled without a GPU: the hosts run on small CPU tensors, and what they would launch is
+compiled for the architectures asked for, with the signature that a launch has."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import cuda.tile as ct
+import torch
+from cuda.tile import compilation
+from torch import Tensor
+
+from .. import cutile
+from ..dispatch import OPERATIONS
+from . import _cutile_common as common
+
+__all__ = ["Launch", "Shape", "collect", "cubin"]
+
+_DTYPES = {
+    torch.bfloat16: ct.bfloat16,
+    torch.float16: ct.float16,
+    torch.float32: ct.float32,
+    torch.int64: ct.int64,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a kernel is compiled for: streams, hidden size of one, dtype of the activations (parameters are fp32)."""
+
+    n: int = 4
+    width: int = 4096
+    dtype: torch.dtype = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel as one host launches it.
+
+    Attributes:
+        op: the folder of the operation.
+        kernel: the kernel's name.
+        function: the kernel.
+        signature: what it is compiled for.
+        key: equal for launches that compile to the same.
+    """
+
+    op: str
+    kernel: str
+    function: Any = field(compare=False)
+    signature: Any = field(compare=False)
+    key: tuple[Any, ...]
+
+
+def _array(dtype: torch.dtype) -> compilation.ArrayConstraint:
+    """A tensor as `Launcher` hands it over: an aligned address with one element."""
+    return compilation.ArrayConstraint(
+        _DTYPES[dtype],
+        1,
+        index_dtype=ct.int32,
+        stride_lower_bound_incl=0,
+        alias_groups=(),
+        may_alias_internally=False,
+        stride_constant=(1,),
+        shape_constant=(1,),
+        base_addr_divisible_by=16,
+    )
+
+
+def signature(
+    tensors: list[torch.dtype], numbers: list[type], constants: tuple[Any, ...]
+) -> compilation.KernelSignature:
+    """The signature of a launch with tensors and numbers of these types."""
+    scalars = [compilation.ScalarConstraint(ct.float32 if kind is float else ct.int64) for kind in numbers]
+    return compilation.KernelSignature(
+        [*map(_array, tensors), *scalars, *constants], compilation.CallingConvention.cutile_python_v2()
+    )
+
+
+class _Recorder:
+    """Takes the launches of one operation after the other."""
+
+    def __init__(self) -> None:
+        self.folder = ""
+        self.found: dict[tuple[Any, ...], Launch] = {}
+
+    def __call__(self, function: Any, grid: Any, tensors: Any, numbers: Any, constants: Any) -> None:
+        types = [t.dtype for t in tensors], [type(v) for v in numbers], tuple(constants)
+        name = function._pyfunc.__name__
+        key = (self.folder, name, *map(tuple, types))
+        if key not in self.found:
+            self.found[key] = Launch(self.folder, name, function, signature(*types), key)
+
+
+def collect(shape: Shape) -> list[Launch]:
+    """Every kernel, once for each set of types and constants that a forward and a full backward launch it with."""
+    recorder = _Recorder()
+    with common.intercept(recorder):
+        for op, folder in OPERATIONS.items():
+            name = f"fused_mhc.ops.{folder}._cutile"
+            if importlib.util.find_spec(name):
+                recorder.folder = folder
+                for call in _calls(op, importlib.import_module(name), shape):
+                    call()
+    return list(recorder.found.values())
+
+
+def cubin(launch: Launch, arch: str) -> bytes:
+    """The launch compiled for ``arch``.
+
+    Raises:
+        Exception: whatever cuda-tile raises when the compiler is missing or fails.
+    """
+    named = launch.signature.with_mangled_symbol(launch.kernel)
+    return cutile.compile_kernel(launch.function, named, arch)
+
+
+def _calls(op: str, module: Any, shape: Shape) -> Iterator[Callable[[], Any]]:
+    """Forward and full backward of an operation, on tensors without contents."""
+    n, width, dtype = shape.n, shape.width, shape.dtype
+    tokens, size = 3, n * n + 2 * n
+
+    def streams() -> Tensor:
+        return torch.empty(tokens, n, width, dtype=dtype)
+
+    def branch() -> Tensor:
+        return torch.empty(tokens, width, dtype=dtype)
+
+    def fp32(*sizes: int) -> Tensor:
+        return torch.empty(sizes)
+
+    mixes = (fp32(tokens, n), fp32(tokens, n), fp32(tokens, n, n))
+    if op == "sinkhorn":
+        for variant in ("softmax", "paper"):
+            yield partial(module.sinkhorn_fwd, mixes[2], 20, 1e-6, variant)
+            yield partial(module.sinkhorn_bwd, mixes[2], mixes[2], 20, 1e-6, variant)
+    elif op == "h_aggregate":
+        yield partial(module.h_aggregate_fwd, streams(), mixes[0])
+        yield partial(module.h_aggregate_bwd, branch(), streams(), mixes[0], [True, True])
+    elif op == "h_post_bda":
+        seed = torch.zeros((), dtype=torch.int64)
+        for bias, dropout in ((None, (0.0, None)), (branch()[0], (0.0, None)), (None, (0.1, seed))):
+            values = (mixes[2], streams(), mixes[1], branch(), bias, *dropout)
+            yield partial(module.h_post_bda_fwd, *values)
+            yield partial(module.h_post_bda_bwd, streams(), *values, [True] * 4 + [bias is not None])
+    elif op == "proj_rms_compute_h":
+        x, weight = streams().flatten(1), fp32(size, n * width)
+        parameters = (x, weight, fp32(1), fp32(1), fp32(1), fp32(size))
+        grads = (mixes[0], mixes[1], mixes[2].flatten(1), fp32(tokens, 1))
+        saved = (fp32(tokens, size), fp32(tokens, 1))
+        last = (n, 1e-6, "outside", "fp32", [True] * 6)
+        yield partial(module.proj_rms_compute_h_fwd, *parameters, n, 1e-6, 1e-6, "outside", "fp32")
+        yield partial(module.proj_rms_compute_h_bwd, *grads, *parameters, *saved, *last)
+    elif op == "mega_mhc":
+        state = (branch(), streams(), *mixes)
+        site = (fp32(size, n * width), fp32(3), fp32(size), fp32(width))
+        yield partial(module.mega_mhc_fwd, *state, *site, 1e-6, 1e-6, 20)

@@ -28,28 +28,30 @@ def _commit() -> str:
     return asked.stdout.strip() or "unknown"
 
 
-def run_suite(name: str, device: torch.device, commit: str, console: Console) -> Report:
-    """All parts of a suite in one report, against one bandwidth."""
+def run_suite(name: str, device: torch.device, commit: str, console: Console, path: Path) -> Report:
+    """All parts of a suite in one report, against one bandwidth; written to ``path`` after each part, so that what
+    was measured is kept when a later part fails."""
     bandwidth = copy_bandwidth(device)
-    reports = []
+    whole: Report | None = None
     for part in SUITES[name]:
-        peers = [p for p in part.peers if p in installed_peers()]
-        reports.append(
-            run_bench(
-                part.cases,
-                part.backends,
-                peers,
-                device=device,
-                host=part.host,
-                commit=commit,
-                copy_gbps=bandwidth,
-                progress=lambda line: console.print(line, style="dim"),
-            )
+        report = run_bench(
+            part.cases,
+            part.backends,
+            [p for p in part.peers if p in installed_peers()],
+            device=device,
+            host=part.host,
+            commit=commit,
+            copy_gbps=bandwidth,
+            progress=lambda line: console.print(line, style="dim"),
         )
-    first, *rest = reports
-    for report in rest:
-        first.rows.extend(report.rows)
-    return first
+        if whole is None:
+            whole = report
+        else:
+            whole.rows.extend(report.rows)
+            whole.failures.extend(report.failures)
+        path.write_text(json.dumps(whole.to_dict(), indent=1) + "\n")
+    assert whole is not None  # a suite has parts
+    return whole
 
 
 def main(
@@ -69,10 +71,9 @@ def main(
     gpu = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
     console = Console(width=140)
     for name in chosen:
-        report = run_suite(name, device, commit or _commit(), console)
-        print_report(report, console)
         path = out / f"{gpu}-{name}.json"
-        path.write_text(json.dumps(report.to_dict(), indent=1) + "\n")
+        report = run_suite(name, device, commit or _commit(), console, path)
+        print_report(report, console)
         plot_report(report, path.with_suffix(".png"), f"fused-mhc {name}")
         console.print(f"wrote {path}")
 

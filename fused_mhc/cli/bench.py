@@ -52,6 +52,8 @@ def print_report(report: Report, console: Console) -> None:
             r.op, r.direction, r.backend, str(r.T), str(r.n), str(r.C), r.dtype, f"{r.us:.1f}", share, r.note
         )
     console.print(table)
+    for failure in report.failures:
+        console.print(f"failed: {failure}", style="yellow", markup=False)
 
 
 def bench_command(

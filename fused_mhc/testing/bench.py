@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -43,8 +43,9 @@ __all__ = [
 
 #: Tokens of random data that are drawn; longer inputs repeat them (drawing on the CPU would take minutes).
 _DRAWN_TOKENS = 64
-#: Calls queued at a time to measure the host's cost of one: many more would fill the device's launch queue.
-_HOST_CALLS = 100
+#: Calls queued at a time to measure the host's cost of one (small calls: the device keeps up, so its launch queue does
+#: not fill).
+_HOST_CALLS = 1000
 
 Calls = dict[str, Callable[[], Any]]
 
@@ -70,7 +71,7 @@ class BenchRow:
 
 @dataclass(frozen=True)
 class Report:
-    """All rows of a run and what they were measured on."""
+    """All rows of a run, what they were measured on, and which peers could not run a case, with the reason."""
 
     gpu: str
     driver: str
@@ -80,6 +81,7 @@ class Report:
     date: str
     copy_gbps: float
     rows: list[BenchRow]
+    failures: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -173,7 +175,15 @@ def _eager(case: Case) -> Callable[..., Any]:
 
 
 def _compiled(case: Case) -> Callable[..., Any]:
-    return torch.compile(_eager(case), fullgraph=True)
+    torch.compiler.reset()  # every case is new code for the same frame, and a frame's compiles are limited
+    compiled = torch.compile(_eager(case), fullgraph=True, dynamic=False)
+
+    def call(**arguments: Any) -> Any:
+        # The timed backward runs many times, so it must not be given its saved tensors' memory.
+        with torch._functorch.config.patch(donated_buffer=False):
+            return compiled(**arguments)
+
+    return call
 
 
 def _liger(case: Case) -> Callable[..., Any] | None:
@@ -322,6 +332,33 @@ def _columns(
             yield peer, function
 
 
+def _time_column(
+    case: Case,
+    name: str,
+    function: Callable[..., Any],
+    tensors: dict[str, Tensor | None],
+    device: torch.device,
+    directions: Sequence[str],
+    repeats: int,
+    host: bool,
+    bandwidth: float,
+) -> list[BenchRow]:
+    """The rows of one case on one backend or peer."""
+    given = _liger_layout(tensors) if name == "liger" else tensors
+    shape, dtype = case.shape, str(case.dtype).removeprefix("torch.")
+    note = "with sinkhorn" if (case.op, name) == ("proj_rms_compute_h", "liger") else case.note
+    rows = []
+    for direction, call in _directions(function, given, _options(case), directions).items():
+        size = _fewest(case, direction)
+        row = (case.op, direction, name, shape.tokens, shape.n, shape.hidden_size, dtype)
+        timing = measure(call, device, repeats=repeats)
+        share = size / timing.median / 1e3 / bandwidth * 100
+        rows.append(BenchRow(*row, round(timing.median, 2), size, round(share, 1), note))
+        if host:
+            rows.append(BenchRow(*row, round(host_time(call, device), 1), 0, None, "host"))
+    return rows
+
+
 def run_bench(
     cases: Sequence[Case],
     backends: Sequence[str],
@@ -358,24 +395,22 @@ def run_bench(
         check_choice("peer", peer, tuple(PEERS))
     where = torch.device(device)
     bandwidth = copy_bandwidth(where) if copy_gbps is None else copy_gbps
-    rows = []
+    rows: list[BenchRow] = []
+    failures: list[str] = []
     for case in cases:
-        tensors, options, shape = _tensors(case, where), _options(case), case.shape
-        for backend, function in _columns(case, backends, peers, where):
+        tensors = _tensors(case, where)
+        for name, function in _columns(case, backends, peers, where):
             if progress is not None:
-                progress(f"{case.op} {backend} {shape}")
-            given = _liger_layout(tensors) if backend == "liger" else tensors
-            for direction, call in _directions(function, given, options, directions).items():
-                size = _fewest(case, direction)
-                dtype = str(case.dtype).removeprefix("torch.")
-                row = (case.op, direction, backend, shape.tokens, shape.n, shape.hidden_size, dtype)
-                timing = measure(call, where, repeats=repeats)
-                share = size / timing.median / 1e3 / bandwidth * 100
-                note = "with sinkhorn" if (case.op, backend) == ("proj_rms_compute_h", "liger") else case.note
-                rows.append(BenchRow(*row, round(timing.median, 2), size, round(share, 1), note))
-                if host:
-                    cost = round(host_time(call, where), 1)
-                    rows.append(BenchRow(*row, cost, 0, None, "host"))
+                progress(f"{case.op} {name} {case.shape}")
+            try:
+                rows += _time_column(
+                    case, name, function, tensors, where, directions, repeats, host, bandwidth
+                )
+            except Exception as error:  # somebody else's code may fail in any way; ours may not
+                if name not in PEERS:
+                    raise
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                failures.append(f"{case.op} {case.shape} {name}: {reason}")
     return Report(
         gpu=device_info(where).name,
         driver=_driver(),
@@ -385,4 +420,5 @@ def run_bench(
         date=dt.datetime.now(dt.timezone.utc).date().isoformat(),
         copy_gbps=round(bandwidth, 1),
         rows=rows,
+        failures=failures,
     )

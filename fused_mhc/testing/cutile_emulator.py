@@ -33,10 +33,10 @@ class _Memory:
         self.dtype = t.dtype
         length = t.untyped_storage().nbytes() // t.element_size()
         self._storage = t.as_strided((length,), (1,), 0)
-        self._origin = t.storage_offset()
+        self._origin = int(t.storage_offset())
 
     def _at(self, offset: Any, mask: Any) -> tuple[Tensor, Tensor]:
-        at: Tensor = torch.as_tensor(offset).long() + self._origin
+        at = torch.as_tensor(offset).long() + self._origin
         inside = torch.ones_like(at, dtype=torch.bool) if mask is None else torch.as_tensor(mask)
         at, inside = torch.broadcast_tensors(at, inside)
         wanted = at[inside]

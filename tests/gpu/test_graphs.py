@@ -47,7 +47,8 @@ def test_replay_equals_eager(
 
     def step() -> list[Tensor]:
         out = run(x)
-        return [out, *torch.autograd.grad(out, leaves, cotangent, allow_unused=True, materialize_grads=True)]
+        grads = torch.autograd.grad(out, leaves, cotangent, allow_unused=True, materialize_grads=True)
+        return [out.detach(), *grads]  # a graph kept alive would tie the leaves to the capturing stream
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

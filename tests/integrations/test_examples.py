@@ -54,7 +54,18 @@ def test_benchmark(tmp_path: Path) -> None:
     options = ("--batch", "2", "--length", "8", "--repeats", "1", "--out", str(tmp_path), "--commit", "abc")
     run("-m", "benchmarks.deepseek_v4", "--tiny", "--device", "cpu", *options)
     report = json.loads((tmp_path / "cpu-deepseek-v4.json").read_text())
-    header = {"gpu", "driver", "torch", "triton", "commit", "date", "copy_gbps", "rows", "transformers"}
+    header = {
+        "gpu",
+        "driver",
+        "torch",
+        "triton",
+        "commit",
+        "date",
+        "copy_gbps",
+        "rows",
+        "failures",
+        "transformers",
+    }
     assert report.keys() == header
     kinds = [(row["backend"], row["direction"]) for row in report["rows"]]
     assert kinds == [(b, d) for b in ("transformers", "native") for d in ("fwd", "fwd+bwd")]

@@ -370,7 +370,9 @@ def test_frozen_streams_and_weight_cost_no_product(device: str) -> None:
     for live in ("bias", "x", "weight"):
         leaves = {k: t.detach().requires_grad_(k == live) for k, t in tensors.items() if t is not None}
         out = op.function(**leaves, n=4)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+        ) as profile:
             torch.autograd.backward(out[:3], [torch.ones_like(t) for t in out[:3]])
         counts[live] = sum(event.key in ("aten::mm", "aten::addmm") for event in profile.events())
     assert counts["bias"] == 0

@@ -38,8 +38,10 @@ def _totals(t: Tensor, divisor: int) -> Tensor:
     flat = tokens(t, 2)
     count, n, width = flat.shape
     out = t.new_empty(count, width)
+    # A divisor on the device is divided by; a Python number would there be multiplied by as a rounded inverse.
+    by = torch.full((1,), divisor, dtype=compute_dtype(t), device=t.device)
     for part in chunks(count, n * width):
-        out[part] = stream_sum(flat[part].to(compute_dtype(t)), 1) / divisor
+        out[part] = stream_sum(flat[part].to(compute_dtype(t)), 1) / by
     return out.view(*t.shape[:-2], width)
 
 

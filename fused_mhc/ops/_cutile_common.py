@@ -2,8 +2,8 @@
 
 Kernel conventions of this package:
 
-- A kernel sees every tensor as an address (`Launcher` hands over a view of one element) and reads it by offsets from
-  there, as 64-bit numbers. So neither the number of tokens nor a stride is part of what gets compiled, and the same
+- A kernel sees a tensor as an address (`Launcher` hands over a view of one element) and reads it by offsets from
+  there, as 64-bit numbers, except where products of tiles want whole tiles (`Whole`). So neither the number of tokens nor a stride is part of what gets compiled, and the same
   code, with the same order of sums, runs for every batch. Tails are masks.
 - Arguments stand in this order: tensors, numbers (``ct.ScalarInt64`` or fp32), constants. An optional tensor that is
   absent is replaced by the first one and named by a constant; the kernel then never touches it.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.tile as ct
 import torch
@@ -27,6 +27,7 @@ from .. import cutile
 __all__ = [
     "WARPS",
     "Launcher",
+    "Whole",
     "dot_sums",
     "intercept",
     "kernel",
@@ -50,6 +51,11 @@ WARPS = 4
 
 class kernel(ct.kernel):  # type: ignore[misc]  # noqa: N801  # stands where ``ct.kernel`` would
     """``ct.kernel`` whose compiler runs in the environment that was proven for it (`cutile.compiling`)."""
+
+    def __new__(cls, function: Any = None, /, **hints: Any) -> Any:
+        if function is None:
+            return lambda decorated: cls(decorated, **hints)
+        return super().__new__(cls, function, **hints)
 
     def _compile(self, *args: Any, **kwargs: Any) -> Any:
         with cutile.compiling():
@@ -156,23 +162,37 @@ def power_of_two(value: int) -> int:
     return 1 << (value - 1).bit_length()
 
 
-Execute = Callable[["kernel", tuple[int, ...], Sequence[Tensor], Sequence[Any], Sequence[Any]], None]
+class Whole(NamedTuple):
+    """A tensor that a kernel sees with its shape and strides, to read it by tiles.
+
+    Then the compiler may use the GPU's own copies of tiles, and it specialises: on dimensions of size 1, on sizes and
+    strides that are multiples of 16. A kernel slices such a view to the number of rows that it is told (`Array.slice`),
+    so that this changes no bit of its result.
+    """
+
+    tensor: Tensor
+
+
+Execute = Callable[
+    ["kernel", tuple[int, ...], Sequence["Tensor | Whole"], Sequence[Any], Sequence[Any]], None
+]
 
 
 def _launch(
     function: kernel,
     grid: tuple[int, ...],
-    tensors: Sequence[Tensor],
+    tensors: Sequence[Tensor | Whole],
     numbers: Sequence[Any],
     constants: Sequence[Any],
 ) -> None:
-    device = tensors[0].device
+    first = tensors[0]
+    device = (first.tensor if isinstance(first, Whole) else first).device
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             _launch(function, grid, tensors, numbers, constants)
         return
     # An address with a shape and strides of its own would be compiled for them.
-    addresses = tuple(t.as_strided((1,), (1,)) for t in tensors)
+    addresses = tuple(t.tensor if isinstance(t, Whole) else t.as_strided((1,), (1,)) for t in tensors)
     stream = torch.cuda.current_stream(device).cuda_stream
     ct.launch(stream, grid, function, (*addresses, *numbers, *constants))
 
@@ -201,7 +221,7 @@ class Launcher:
     def __call__(
         self,
         grid: tuple[int, ...],
-        tensors: Sequence[Tensor | None],
+        tensors: Sequence[Tensor | Whole | None],
         numbers: Sequence[int | float],
         constants: Sequence[int | bool],
     ) -> None:
@@ -215,4 +235,5 @@ class Launcher:
         """
         first = tensors[0]
         assert first is not None
-        _execute(self.function, grid, [first if t is None else t for t in tensors], numbers, constants)
+        absent = first.tensor if isinstance(first, Whole) else first
+        _execute(self.function, grid, [absent if t is None else t for t in tensors], numbers, constants)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -57,28 +57,33 @@ class Launch:
     key: tuple[Any, ...]
 
 
-def _array(dtype: torch.dtype) -> compilation.ArrayConstraint:
-    """A tensor as `Launcher` hands it over: an aligned address with one element."""
+def _array(t: Tensor | common.Whole) -> compilation.ArrayConstraint:
+    """A tensor as `Launcher` hands it over: an aligned address with one element; or whole, with what a launch finds
+    out about its shape and strides."""
+    whole = t.tensor if isinstance(t, common.Whole) else t.as_strided((1,), (1,))
+    vector = 16 // whole.element_size()
     return compilation.ArrayConstraint(
-        _DTYPES[dtype],
-        1,
+        _DTYPES[whole.dtype],
+        whole.dim(),
         index_dtype=ct.int32,
         stride_lower_bound_incl=0,
         alias_groups=(),
         may_alias_internally=False,
-        stride_constant=(1,),
-        shape_constant=(1,),
+        stride_constant=[1 if stride == 1 else None for stride in whole.stride()],
+        shape_constant=[1 if size == 1 else None for size in whole.shape],
+        stride_divisible_by=[vector if stride % vector == 0 else 1 for stride in whole.stride()],
+        shape_divisible_by=[16 if size % 16 == 0 else 1 for size in whole.shape],
         base_addr_divisible_by=16,
     )
 
 
 def signature(
-    tensors: list[torch.dtype], numbers: list[type], constants: tuple[Any, ...]
+    arrays: Sequence[Any], numbers: Sequence[type], constants: Sequence[Any]
 ) -> compilation.KernelSignature:
-    """The signature of a launch with tensors and numbers of these types."""
+    """The signature of a launch with these arrays and numbers of these types."""
     scalars = [compilation.ScalarConstraint(ct.float32 if kind is float else ct.int64) for kind in numbers]
     return compilation.KernelSignature(
-        [*map(_array, tensors), *scalars, *constants], compilation.CallingConvention.cutile_python_v2()
+        [*arrays, *scalars, *constants], compilation.CallingConvention.cutile_python_v2()
     )
 
 
@@ -90,9 +95,9 @@ class _Recorder:
         self.found: dict[tuple[Any, ...], Launch] = {}
 
     def __call__(self, function: Any, grid: Any, tensors: Any, numbers: Any, constants: Any) -> None:
-        types = [t.dtype for t in tensors], [type(v) for v in numbers], tuple(constants)
+        types = tuple(map(_array, tensors)), tuple(map(type, numbers)), tuple(constants)
         name = function._pyfunc.__name__
-        key = (self.folder, name, *map(tuple, types))
+        key = (self.folder, name, *types)
         if key not in self.found:
             self.found[key] = Launch(self.folder, name, function, signature(*types), key)
 
@@ -123,7 +128,7 @@ def cubin(launch: Launch, arch: str) -> bytes:
 def _calls(op: str, module: Any, shape: Shape) -> Iterator[Callable[[], Any]]:
     """Forward and full backward of an operation, on tensors without contents."""
     n, width, dtype = shape.n, shape.width, shape.dtype
-    tokens, size = 3, n * n + 2 * n
+    tokens, size = 48, n * n + 2 * n
 
     def streams() -> Tensor:
         return torch.empty(tokens, n, width, dtype=dtype)

@@ -62,13 +62,49 @@ class _Memory:
 
 class _Array:
     def __init__(self, t: Tensor) -> None:
-        self._t = t
+        self.tensor = t
+        self.dtype = t.dtype
 
     def get_raw_memory(self) -> _Memory:
-        return _Memory(self._t)
+        return _Memory(self.tensor)
+
+    def slice(self, axis: int, start: int, stop: int) -> _Array:
+        if not 0 <= start <= stop <= self.tensor.shape[axis]:
+            raise IndexError(f"rows {start} to {stop} of {self.tensor.shape[axis]}")
+        return _Array(self.tensor.narrow(axis, start, stop - start))
+
+    def tile(self, index: Sequence[int], shape: Sequence[int]) -> tuple[Tensor, tuple[slice, ...]]:
+        """The part of a tile that lies in the array, and where in the tile it lies."""
+        found = self.tensor
+        there = []
+        for dim, (i, size) in enumerate(zip(index, shape, strict=True)):
+            start, length = int(i) * size, found.shape[dim]
+            if not 0 <= start < length:
+                raise IndexError(f"tile {int(i)} of {size} lies outside of dimension {dim} of size {length}")
+            found = found.narrow(dim, start, min(size, length - start))
+            there.append(slice(0, found.shape[dim]))
+        return found, tuple(there)
 
 
-def _astype(x: Any, dtype: torch.dtype) -> Tensor:
+def _load(
+    array: _Array, index: Any, shape: tuple[int, ...], *, padding_mode: Any, latency: int = 1
+) -> Tensor:
+    tile = torch.zeros(_powers_of_two(shape), dtype=array.dtype)
+    found, there = array.tile(index, shape)
+    tile[there] = found
+    return tile
+
+
+def _store(array: _Array, index: Any, tile: Tensor) -> None:
+    if tile.dtype != array.dtype:
+        raise TypeError(f"a store of {tile.dtype} into {array.dtype}")
+    found, there = array.tile(index, tile.shape)
+    found.copy_(tile[there])
+
+
+def _astype(x: Any, dtype: torch.dtype) -> Any:
+    if isinstance(x, (bool, int)) and not dtype.is_floating_point:  # indices stay Python's
+        return int(x)
     return torch.as_tensor(x).to(dtype)
 
 
@@ -91,7 +127,9 @@ def _minimum(x: Any, y: Any) -> Any:
     return min(x, y) if isinstance(x, int) and isinstance(y, int) else torch.minimum(x, y)
 
 
-def _where(condition: Tensor, x: Any, y: Any) -> Tensor:
+def _where(condition: Any, x: Any, y: Any) -> Any:
+    if isinstance(condition, bool):
+        return x if condition else y
     x, y = (v if isinstance(v, Tensor) else torch.as_tensor(v) for v in (x, y))
     if x.dtype != y.dtype:  # a Python number takes the other's type
         x, y = (x.to(y.dtype), y) if x.dim() == 0 else (x, y.to(x.dtype))
@@ -149,9 +187,12 @@ def _language(block: list[int]) -> SimpleNamespace:
         int64=torch.int64,
         uint64=torch.int64,  # products wrap alike; right shifts are masked by the kernels
         RoundingMode=SimpleNamespace(APPROX=None, RN=None),
+        PaddingMode=SimpleNamespace(ZERO=None),
+        load=_load,
+        store=_store,
         bid=lambda axis: block[axis],
         num_blocks=lambda axis: block[axis + 3],
-        astype=lambda x, dtype: int(x) if isinstance(x, int) and dtype is torch.int64 else _astype(x, dtype),
+        astype=_astype,
         arange=lambda size, *, dtype: torch.arange(_powers_of_two(size), dtype=dtype),
         zeros=lambda shape, dtype: torch.zeros(_powers_of_two(shape), dtype=dtype),
         full=lambda shape, value, dtype: torch.full(_powers_of_two(shape), value, dtype=dtype),
@@ -206,7 +247,7 @@ def emulate() -> Iterator[None]:
     def execute(function: Any, grid: Any, tensors: Any, numbers: Any, constants: Any) -> None:
         sizes = (*grid, 1, 1)[:3]
         block[3:] = sizes
-        arrays = [_Array(t) for t in tensors]
+        arrays = [_Array(t.tensor if isinstance(t, common.Whole) else t) for t in tensors]
         rounded = [torch.tensor(v, dtype=torch.float32) if isinstance(v, float) else v for v in numbers]
         for z, y, x in itertools.product(*(range(s) for s in reversed(sizes))):
             block[:3] = [x, y, z]

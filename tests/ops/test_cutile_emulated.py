@@ -15,7 +15,7 @@ from fused_mhc.testing.verify import SHAPES, VerifyCase, run_case
 
 pytest.importorskip("cuda.tile")
 
-OPS = ("sinkhorn", "h_aggregate", "h_post_bda")
+OPS = ("sinkhorn", "h_aggregate", "h_post_bda", "proj_rms_compute_h")
 CASES = [
     VerifyCase(op, mode, "cutile", dtype, shape)
     for op in OPS

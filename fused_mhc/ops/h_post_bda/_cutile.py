@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 
 import cuda.tile as ct
 import torch
@@ -334,6 +335,7 @@ def h_post_bda_bias_bwd_kernel(
     n: ct.Constant[int],
     C: ct.Constant[int],
     BLOCK: ct.Constant[int],
+    GROUP: ct.Constant[int],
     TOKENS: ct.Constant[int],
     VECTOR: ct.Constant[int],
     ALIGN: ct.Constant[int],
@@ -344,10 +346,10 @@ def h_post_bda_bias_bwd_kernel(
     POST: ct.Constant[int],
     X: ct.Constant[bool],
 ):
-    """The backward with a bias gradient: a program owns BLOCK columns of TOKENS tokens. ``bias_sums [chunks, C]`` takes
-    its sum over the tokens; ``res_parts`` and ``post_parts`` (``[T, parts, ...]``, fp32) what its columns add to the
-    dot products."""
-    FULL = C % BLOCK == 0
+    """The backward with a bias gradient: a program owns GROUP blocks of columns of TOKENS tokens. ``bias_sums [chunks,
+    C]`` takes its sum over the tokens; ``res_parts`` and ``post_parts`` (``[T, parts, ...]``) what its columns add to
+    the dot products."""
+    FULL = C % (BLOCK * GROUP) == 0
     chunk = ct.astype(ct.bid(0), ct.int64)
     part = ct.astype(ct.bid(1), ct.int64)
     grad, residual, x, bias = (
@@ -364,45 +366,55 @@ def h_post_bda_bias_bwd_kernel(
     )
     h_res_memory, h_post_memory = h_res_.get_raw_memory(), h_post_.get_raw_memory()
     seed = _load_seed(seed_.get_raw_memory(), DROP)
-    start = ct.bid(1) * BLOCK
-    columns = start + ct.arange(BLOCK, dtype=ct.int32)
-    bias_sum = ct.zeros((BLOCK,), ct.float32)
+    first = ct.bid(1) * (BLOCK * GROUP)
+    bias_sums = lane_zeros(GROUP, BLOCK)
     for token in range(chunk * TOKENS, ct.minimum(chunk * TOKENS + TOKENS, T)):
         grad_row = row_offset(token, grad_stride, ALIGN)
         row, x_row = row_offset(token, residual_stride, ALIGN), row_offset(token, x_stride, ALIGN)
         h_res = load_scalars(h_res_memory, token * h_res_stride, RESIDUAL * n)
         h_post = load_scalars(h_post_memory, token * h_post_stride, n)
-        narrow = load_streams(grad, grad_row, grad_stream_stride, columns, n, C, FULL, ALIGN)
-        narrow_streams = load_streams(residual, row, residual_stream_stride, columns, RES, C, FULL, ALIGN)
-        grads = ()
-        for j in ct.static_iter(range(n)):
-            grads = grads + (widen(narrow[j]),)
-        dropped = ()
-        for j in ct.static_iter(range(n)):
-            dropped = dropped + (
-                drop_tile(grads[j], seed, token * n + j, start, threshold, scale, C, BLOCK, DROP),
-            )
-        g_branch = branch_grad_tile(dropped, h_post, n)
-        bias_sum = bias_sum + g_branch
-        for i in ct.static_iter(range(RESIDUAL)):
-            store_columns(g_residual, (token * n + i) * C, columns, unmix_tile(grads, h_res, i, n), C, FULL)
-        if X:
-            store_columns(g_x, token * C, columns, g_branch, C, FULL)
-        if POST > 0:
-            branch = _branch(_load_branch(x, x_row, bias, columns, C, FULL, BIAS), BIAS)
-            zeros = lane_zeros(POST, BLOCK // VECTOR)
-            sums = dot_sums(lane_dots(zeros, (branch,), dropped, 1, n, BLOCK, VECTOR), POST)
-            for k in ct.static_iter(range(POST)):
-                post_parts.store_offset((token * parts + part) * n + k, sums[k])
-        if RES > 0:
+        res_dots = lane_zeros(RES * n, BLOCK // VECTOR)
+        post_dots = lane_zeros(POST, BLOCK // VECTOR)
+        added = ()
+        for k in ct.static_iter(range(GROUP)):
+            start = first + k * BLOCK
+            columns = start + ct.arange(BLOCK, dtype=ct.int32)
+            narrow = load_streams(grad, grad_row, grad_stream_stride, columns, n, C, FULL, ALIGN)
+            narrow_streams = load_streams(residual, row, residual_stream_stride, columns, RES, C, FULL, ALIGN)
+            grads = ()
+            for j in ct.static_iter(range(n)):
+                grads = grads + (widen(narrow[j]),)
+            dropped = ()
+            for j in ct.static_iter(range(n)):
+                dropped = dropped + (
+                    drop_tile(grads[j], seed, token * n + j, start, threshold, scale, C, BLOCK, DROP),
+                )
+            g_branch = branch_grad_tile(dropped, h_post, n)
+            added = added + (bias_sums[k] + g_branch,)
+            for i in ct.static_iter(range(RESIDUAL)):
+                store_columns(
+                    g_residual, (token * n + i) * C, columns, unmix_tile(grads, h_res, i, n), C, FULL
+                )
+            if X:
+                store_columns(g_x, token * C, columns, g_branch, C, FULL)
+            if POST > 0:
+                branch = _branch(_load_branch(x, x_row, bias, columns, C, FULL, BIAS), BIAS)
+                post_dots = lane_dots(post_dots, (branch,), dropped, 1, n, BLOCK, VECTOR)
             streams = ()
             for i in ct.static_iter(range(RES)):
                 streams = streams + (widen(narrow_streams[i]),)
-            zeros = lane_zeros(RES * n, BLOCK // VECTOR)
-            sums = dot_sums(lane_dots(zeros, streams, grads, RES, n, BLOCK, VECTOR), RES * n)
-            for k in ct.static_iter(range(RES * n)):
-                res_parts.store_offset((token * parts + part) * (n * n) + k, sums[k])
-    store_columns(bias_sums_.get_raw_memory(), chunk * C, columns, bias_sum, C, FULL)
+            res_dots = lane_dots(res_dots, streams, grads, RES, n, BLOCK, VECTOR)
+        bias_sums = added
+        sums = dot_sums(res_dots, RES * n)
+        for k in ct.static_iter(range(RES * n)):
+            at = (token * parts + part) * (n * n) + k
+            res_parts.store_offset(at, ct.astype(sums[k], res_parts.dtype))
+        sums = dot_sums(post_dots, POST)
+        for k in ct.static_iter(range(POST)):
+            post_parts.store_offset((token * parts + part) * n + k, ct.astype(sums[k], post_parts.dtype))
+    for k in ct.static_iter(range(GROUP)):
+        columns = first + k * BLOCK + ct.arange(BLOCK, dtype=ct.int32)
+        store_columns(bias_sums_.get_raw_memory(), chunk * C, columns, bias_sums[k], C, FULL)
 
 
 @kernel
@@ -476,14 +488,18 @@ def _fp32_empty(like: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=like.device)
 
 
-def _fwd_rows(n: int, width: int, itemsize: int) -> RowConfig:
-    """The n*n weights take registers too."""
-    return row_candidates(width, itemsize, n + 1, 80 if n <= 5 else 48, WARPS)[0]
+def _fwd_rows(n: int, width: int, itemsize: int, drop: bool) -> RowConfig:
+    """The n*n weights take registers too, and so does the drawing of masks."""
+    return row_candidates(width, itemsize, n + 1, 1 if drop else 80 if n <= 5 else 48, WARPS)[0]
 
 
-def _bwd_rows(n: int, width: int, itemsize: int) -> RowConfig:
-    """The n*n + n dot products take registers, beside the loads and their fp32 values."""
-    return row_candidates(width, itemsize, 2 * n + 1, 40, WARPS)[0]
+def _bwd_rows(n: int, width: int, itemsize: int, bias: bool, drop: bool) -> RowConfig:
+    """The n*n + n dot products take registers, beside the loads and their fp32 values. With ``bias`` a program keeps to
+    one group of columns, whose fp32 sums lie in registers, where the rest leaves some."""
+    rows = row_candidates(width, itemsize, 2 * n + 1, 1, WARPS)[0]
+    blocks = -(-width // rows.block)
+    most = 4 if n <= 4 and not drop else 1
+    return replace(rows, group=min(blocks, most)) if bias else rows
 
 
 def h_post_bda_fwd(
@@ -506,7 +522,7 @@ def h_post_bda_fwd(
     h_res, h_res_stride = flatten(h_res, 2, dense=True)
     h_post, h_post_stride = flatten(h_post, 1)
     bias = bias.contiguous() if bias is not None else None
-    rows = _fwd_rows(n, width, residual.element_size())
+    rows = _fwd_rows(n, width, residual.element_size(), seed is not None)
     align = alignment(width, residual_stride, residual_stream_stride, x_stride)
     _fwd(
         (count,),
@@ -550,7 +566,7 @@ def h_post_bda_bwd(
     h_res, h_res_stride = flatten(h_res, 2, dense=True)
     h_post, h_post_stride = flatten(h_post, 1)
     bias = bias.contiguous() if bias is not None else None
-    rows = _bwd_rows(n, width, residual.element_size())
+    rows = _bwd_rows(n, width, residual.element_size(), g_bias is not None, seed is not None)
     stream_strides = (grad.stride(-2), residual.stride(-2))
     align = alignment(width, grad_stride, residual_stride, x_stride, *stream_strides)
     strides = (grad_stride, stream_strides[0], residual_stride, stream_strides[1], x_stride)
@@ -567,18 +583,20 @@ def h_post_bda_bwd(
             (n, width, rows.block, rows.group, vector, align, *flags),
         )
         return [g for g in results if g is not None]
-    chunks, parts = -(-count // BIAS_CHUNK), -(-width // rows.block)
+    chunks, parts = -(-count // BIAS_CHUNK), -(-width // (rows.block * rows.group))
     bias_sums = _fp32_empty(g_bias, chunks, width)
-    res_parts = _fp32_empty(g_bias, count, parts, n * n) if g_h_res is not None else None
-    post_parts = _fp32_empty(g_bias, count, parts, n) if g_h_post is not None else None
+    res_parts, post_parts = g_h_res, g_h_post
+    if parts > 1:
+        res_parts = _fp32_empty(g_bias, count, parts, n * n) if g_h_res is not None else None
+        post_parts = _fp32_empty(g_bias, count, parts, n) if g_h_post is not None else None
     _bias_bwd(
         (chunks, parts),
         (*reads, res_parts, g_residual, post_parts, g_x, bias_sums),
         (*strides, count, parts, *_dropout(dropout_p)),
-        (n, width, rows.block, BIAS_CHUNK, vector, align, *flags),
+        (n, width, rows.block, rows.group, BIAS_CHUNK, vector, align, *flags),
     )
     _bias((-(-width // _BIAS_BLOCK),), (bias_sums, g_bias), (chunks,), (width,))
     for share, total, size in ((res_parts, g_h_res, n * n), (post_parts, g_h_post, n)):
-        if share is not None and total is not None:
+        if parts > 1 and share is not None and total is not None:
             _parts((-(-count * size // _SUM_BLOCK),), (share, total), (count * size,), (size, parts))
     return [g for g in results if g is not None]

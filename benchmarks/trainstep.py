@@ -10,10 +10,10 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -186,9 +186,10 @@ def measure_step(
 
 def run(
     sizes: Sizes, device: torch.device, repeats: int, kinds: list[str], modes: list[str]
-) -> list[StepRow]:
-    rows: list[StepRow] = []
+) -> Iterator[list[StepRow]]:
+    """Every mode's rows, when they are measured."""
     for mode in modes:
+        rows: list[StepRow] = []
         base: tuple[float, float] | None = None
         for kind in kinds:
             if kind == "two-pass recompute" and mode.startswith("torch.compile"):
@@ -205,7 +206,31 @@ def run(
             )
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    return rows
+        yield rows
+
+
+def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Bars: the step of every model, a group for each mode."""
+    from matplotlib.figure import Figure
+
+    axes = Figure(figsize=(9, 4), layout="constrained").subplots()
+    modes = list(dict.fromkeys(row["mode"] for row in rows))
+    kinds = list(dict.fromkeys(row["model"] for row in rows))
+    for k, kind in enumerate(kinds):
+        mine = [(modes.index(row["mode"]), row) for row in rows if row["model"] == kind]
+        bars = axes.bar(
+            [at + 0.8 * (k + 0.5) / len(kinds) - 0.4 for at, _ in mine],
+            [row["ms"] for _, row in mine],
+            0.8 / len(kinds),
+            label=kind,
+        )
+        labels = [f"{row['over_plain_pct']:+.1f} %" if k else f"{row['ms']:.1f} ms" for _, row in mine]
+        axes.bar_label(bars, labels, fontsize=7)
+    axes.set_xticks(range(len(modes)), modes)
+    axes.set_ylabel("ms a step (forward and backward)")
+    axes.set_title(title)
+    axes.legend(ncols=len(kinds), fontsize=8, loc="lower center")
+    axes.figure.savefig(path, dpi=120)
 
 
 def main(
@@ -229,10 +254,12 @@ def main(
         [], [], device=device, commit=commit, copy_gbps=copy_bandwidth(device, 1 << 20 if tiny else 2 << 30)
     )
     modes = mode or (["eager"] if device.type == "cpu" else list(MODES))
-    rows = run(sizes, device, repeats, kind or list(KINDS), modes)
-    report = {**head.to_dict(), "sizes": asdict(sizes), "rows": [asdict(r) for r in rows]}
-    out.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"wrote {out}")
+    report = {**head.to_dict(), "sizes": asdict(sizes)}
+    for rows in run(sizes, device, repeats, kind or list(KINDS), modes):
+        report["rows"] += [asdict(r) for r in rows]
+        out.write_text(json.dumps(report, indent=1) + "\n")  # each mode is kept, whatever becomes of the next
+        print(f"wrote {out}")
+    plot(report["rows"], f"Training step on {head.gpu}", out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

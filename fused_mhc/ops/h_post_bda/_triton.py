@@ -36,7 +36,7 @@ from .._triton_common import (
     widen,
 )
 from .._tuning import tuned
-from .config import BIAS_CHUNK, bwd_heuristic, fwd_candidates, fwd_heuristic
+from .config import BIAS_CHUNK, BIAS_STAGES, bwd_heuristic, fwd_candidates, fwd_heuristic
 
 __all__ = [
     "branch_grad_tile",
@@ -220,6 +220,82 @@ def h_post_bda_fwd_kernel(
                 store_columns(out_ptr + row * C, columns, mixed + added, C, FULL)
 
 
+@triton.jit
+def _bwd_columns(
+    grad_row,
+    grad_stream_stride,
+    residual_row,
+    residual_stream_stride,
+    x_row,
+    bias_ptr,
+    g_residual_ptr,
+    g_x_ptr,
+    h_res,
+    h_post,
+    res_dots,
+    post_dots,
+    bias_sums,
+    seed,
+    token,
+    start,
+    threshold,
+    scale,
+    n: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    VECTOR: tl.constexpr,
+    FULL: tl.constexpr,
+    RES: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    POST: tl.constexpr,
+    X: tl.constexpr,
+    BIAS: tl.constexpr,
+    DROP: tl.constexpr,
+):
+    """One group of columns of a token: the gradients of its streams and of the branch are written, the lanes' dot
+    products and the columns' bias gradients are added to. Every load comes before the first store."""
+    all_grads = ()
+    all_streams = ()
+    branches = ()
+    for k in tl.static_range(GROUP):
+        columns = start + k * BLOCK + tl.arange(0, BLOCK)
+        all_grads = all_grads + load_streams(grad_row, grad_stream_stride, columns, n, C, FULL)
+        all_streams = all_streams + load_streams(residual_row, residual_stream_stride, columns, RES, C, FULL)
+        if POST > 0:
+            branches = branches + (_load_branch(x_row, bias_ptr, columns, C, FULL),)
+    added = ()
+    for k in tl.static_range(GROUP):
+        columns = start + k * BLOCK + tl.arange(0, BLOCK)
+        grads = all_grads[k * n : k * n + n]
+        for i in tl.static_range(RESIDUAL):
+            g_row = g_residual_ptr + (token * n + i) * C
+            store_columns(g_row, columns, unmix_tile(grads, h_res, i, n), C, FULL)
+        if POST > 0 or X or BIAS:
+            dropped = _dropped_grads(
+                grads, seed, token, start + k * BLOCK, threshold, scale, n, C, BLOCK, DROP
+            )
+            if X or BIAS:
+                g_branch = branch_grad_tile(dropped, h_post, n)
+                if X:
+                    store_columns(g_x_ptr + token * C, columns, g_branch, C, FULL)
+                if BIAS:
+                    added = added + (bias_sums[k] + g_branch,)
+            if POST > 0:
+                branch = _branch(branches[k], bias_ptr is not None)
+                post_dots = lane_dots(post_dots, (branch,), dropped, 1, n, VECTOR)
+        res_dots = lane_dots(res_dots, all_streams[k * RES : k * RES + RES], grads, RES, n, VECTOR)
+    return res_dots, post_dots, added
+
+
+@triton.jit
+def _store_sums(pointer, vectors, COUNT: tl.constexpr):
+    """The program's sum of each of COUNT vectors, side by side."""
+    sums = block_sums(vectors, COUNT)
+    for k in tl.static_range(COUNT):
+        store(pointer + k, sums[k])
+
+
 @triton.jit(
     do_not_specialize=[
         "grad_stride",
@@ -261,12 +337,14 @@ def h_post_bda_bwd_kernel(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
     VECTOR: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
     """Without a bias gradient (TOKENS = 1) a program owns a token. With one it owns a group of columns of TOKENS
     tokens: ``bias_sums [chunks, C]`` takes its sum over the tokens, and ``g_h_res`` and ``g_h_post`` are then
-    ``[T, groups, ...]`` in fp32: what each group adds to the dot products."""
+    ``[T, groups, ...]`` in fp32: what each group adds to the dot products. The loads of STAGES - 1 tokens to come are
+    in flight meanwhile, through shared memory."""
     DROP: tl.constexpr = seed_ptr is not None
     RES: tl.constexpr = n if g_h_res_ptr is not None else 0
     RESIDUAL: tl.constexpr = n if g_residual_ptr is not None else 0
@@ -275,67 +353,106 @@ def h_post_bda_bwd_kernel(
     BIAS: tl.constexpr = bias_sums_ptr is not None
     SPAN: tl.constexpr = BLOCK * GROUP
     FULL: tl.constexpr = C % SPAN == 0
+    LANES: tl.constexpr = BLOCK // VECTOR
     chunk = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    parts = tl.num_programs(1)
-    first = part * SPAN
-    last = first + SPAN if BIAS else C
+    grad_stream = elements(grad_stream_stride, ALIGN)
+    residual_stream = elements(residual_stream_stride, ALIGN)
     seed = tl.load(seed_ptr) if DROP else None
-    bias_sums = lane_zeros(GROUP if BIAS else 0, BLOCK)
-    for token in range(chunk * TOKENS, tl.minimum(chunk * TOKENS + TOKENS, T)):
-        grad_row = grad_ptr + token * elements(grad_stride, ALIGN)
-        residual_row = residual_ptr + token * elements(residual_stride, ALIGN)
-        x_row = x_ptr + token * elements(x_stride, ALIGN)
-        h_res = load_scalars(h_res_ptr + token * h_res_stride, RESIDUAL * n)
-        h_post = load_scalars(h_post_ptr + token * h_post_stride, n if X or BIAS else 0)
-        res_dots = lane_zeros(RES * n, BLOCK // VECTOR)
-        post_dots = lane_zeros(POST, BLOCK // VECTOR)
-        for start in range(first, last, SPAN):
-            all_grads = ()
-            all_streams = ()
-            branches = ()
-            for k in tl.static_range(GROUP):
-                columns = start + k * BLOCK + tl.arange(0, BLOCK)
-                all_grads = all_grads + load_streams(
-                    grad_row, elements(grad_stream_stride, ALIGN), columns, n, C, FULL
-                )
-                all_streams = all_streams + load_streams(
-                    residual_row, elements(residual_stream_stride, ALIGN), columns, RES, C, FULL
-                )
-                if POST > 0:
-                    branches = branches + (_load_branch(x_row, bias_ptr, columns, C, FULL),)
-            added = ()
-            for k in tl.static_range(GROUP):
-                columns = start + k * BLOCK + tl.arange(0, BLOCK)
-                grads = all_grads[k * n : k * n + n]
-                for i in tl.static_range(RESIDUAL):
-                    g_row = g_residual_ptr + (token * n + i) * C
-                    store_columns(g_row, columns, unmix_tile(grads, h_res, i, n), C, FULL)
-                if POST > 0 or X or BIAS:
-                    dropped = _dropped_grads(
-                        grads, seed, token, start + k * BLOCK, threshold, scale, n, C, BLOCK, DROP
-                    )
-                    if X or BIAS:
-                        g_branch = branch_grad_tile(dropped, h_post, n)
-                        if X:
-                            store_columns(g_x_ptr + token * C, columns, g_branch, C, FULL)
-                        if BIAS:
-                            added = added + (bias_sums[k] + g_branch,)
-                    if POST > 0:
-                        branch = _branch(branches[k], bias_ptr is not None)
-                        post_dots = lane_dots(post_dots, (branch,), dropped, 1, n, VECTOR)
-                res_dots = lane_dots(res_dots, all_streams[k * RES : k * RES + RES], grads, RES, n, VECTOR)
-            if BIAS:
-                bias_sums = added
-        sums = block_sums(res_dots, RES * n)
-        for k in tl.static_range(RES * n):
-            store(g_h_res_ptr + (token * parts + part) * (n * n) + k, sums[k])
-        sums = block_sums(post_dots, POST)
-        for k in tl.static_range(POST):
-            store(g_h_post_ptr + (token * parts + part) * n + k, sums[k])
-    for k in tl.static_range(GROUP if BIAS else 0):
-        columns = first + k * BLOCK + tl.arange(0, BLOCK)
-        store_columns(bias_sums_ptr + chunk * C, columns, bias_sums[k], C, FULL)
+    if BIAS:
+        part = tl.program_id(1)
+        parts = tl.num_programs(1)
+        start = part * SPAN
+        first = chunk * TOKENS
+        end = tl.minimum(first + TOKENS, T)
+        bias_sums = lane_zeros(GROUP, BLOCK)
+        # Mixes are scalars, which Triton does not load ahead: those of the next token are asked for here.
+        h_res = load_scalars(h_res_ptr + first * h_res_stride, RESIDUAL * n)
+        h_post = load_scalars(h_post_ptr + first * h_post_stride, n)
+        for token in tl.range(first, end, num_stages=STAGES):
+            following = tl.minimum(token + 1, end - 1)
+            next_h_res = load_scalars(h_res_ptr + following * h_res_stride, RESIDUAL * n)
+            next_h_post = load_scalars(h_post_ptr + following * h_post_stride, n)
+            res_dots, post_dots, bias_sums = _bwd_columns(
+                grad_ptr + token * elements(grad_stride, ALIGN),
+                grad_stream,
+                residual_ptr + token * elements(residual_stride, ALIGN),
+                residual_stream,
+                x_ptr + token * elements(x_stride, ALIGN),
+                bias_ptr,
+                g_residual_ptr,
+                g_x_ptr,
+                h_res,
+                h_post,
+                lane_zeros(RES * n, LANES),
+                lane_zeros(POST, LANES),
+                bias_sums,
+                seed,
+                token,
+                start,
+                threshold,
+                scale,
+                n,
+                C,
+                BLOCK,
+                GROUP,
+                VECTOR,
+                FULL,
+                RES,
+                RESIDUAL,
+                POST,
+                X,
+                BIAS,
+                DROP,
+            )
+            _store_sums(
+                g_h_res_ptr + (token * parts + part) * (n * n) if RES > 0 else None, res_dots, RES * n
+            )
+            _store_sums(g_h_post_ptr + (token * parts + part) * n if POST > 0 else None, post_dots, POST)
+            h_res = next_h_res
+            h_post = next_h_post
+        for k in tl.static_range(GROUP):
+            columns = start + k * BLOCK + tl.arange(0, BLOCK)
+            store_columns(bias_sums_ptr + chunk * C, columns, bias_sums[k], C, FULL)
+    else:
+        h_res = load_scalars(h_res_ptr + chunk * h_res_stride, RESIDUAL * n)
+        h_post = load_scalars(h_post_ptr + chunk * h_post_stride, n if X else 0)
+        res_dots = lane_zeros(RES * n, LANES)
+        post_dots = lane_zeros(POST, LANES)
+        for start in range(0, C, SPAN):
+            res_dots, post_dots, _ = _bwd_columns(
+                grad_ptr + chunk * elements(grad_stride, ALIGN),
+                grad_stream,
+                residual_ptr + chunk * elements(residual_stride, ALIGN),
+                residual_stream,
+                x_ptr + chunk * elements(x_stride, ALIGN),
+                bias_ptr,
+                g_residual_ptr,
+                g_x_ptr,
+                h_res,
+                h_post,
+                res_dots,
+                post_dots,
+                (),
+                seed,
+                chunk,
+                start,
+                threshold,
+                scale,
+                n,
+                C,
+                BLOCK,
+                GROUP,
+                VECTOR,
+                FULL,
+                RES,
+                RESIDUAL,
+                POST,
+                X,
+                BIAS,
+                DROP,
+            )
+        _store_sums(g_h_res_ptr + chunk * (n * n) if RES > 0 else None, res_dots, RES * n)
+        _store_sums(g_h_post_ptr + chunk * n if POST > 0 else None, post_dots, POST)
 
 
 @triton.jit
@@ -505,7 +622,7 @@ def h_post_bda_bwd(
         (grad, residual, x, h_res, h_post, bias, seed, res_parts, g_residual, post_parts, g_x, bias_sums)
         + tuple(stride // align for stride in strides)
         + (h_res_stride, h_post_stride, count, *_dropout(dropout_p)),
-        (n, width, config.block, config.group, tokens, 16 // residual.element_size(), align),
+        (n, width, config.block, config.group, tokens, BIAS_STAGES, 16 // residual.element_size(), align),
         config.num_warps,
     )
     if g_bias is not None:

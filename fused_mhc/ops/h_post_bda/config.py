@@ -6,10 +6,20 @@ import functools
 
 from .._rows import RowConfig, row_candidates, row_config
 
-__all__ = ["BIAS_CHUNK", "bwd_candidates", "bwd_heuristic", "fwd_candidates", "fwd_heuristic", "valid"]
+__all__ = [
+    "BIAS_CHUNK",
+    "BIAS_STAGES",
+    "bwd_candidates",
+    "bwd_heuristic",
+    "fwd_candidates",
+    "fwd_heuristic",
+    "valid",
+]
 
 #: Tokens whose bias gradients one program adds up, in order.
 BIAS_CHUNK = 16
+#: Tokens of such a chunk whose loads are in flight or in use at a time.
+BIAS_STAGES = 3
 
 
 def _fwd_limits(n: int) -> tuple[int, int]:

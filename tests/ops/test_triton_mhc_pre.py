@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from fused_mhc import fused_h_aggregate, mhc_pre
 from fused_mhc.ops.mhc_pre import config
+from fused_mhc.ops.proj_rms_compute_h import _triton_bwd
 from fused_mhc.testing.bits import batch_differences, differing_repeats
 from fused_mhc.testing.compare import assert_bit_equal
 from fused_mhc.testing.inputs import CATALOGUE, Mode, Shape, make_tensors
@@ -81,3 +84,86 @@ def test_strided_streams_and_frozen_inputs() -> None:
         frozen = mhc_pre(leaf.detach(), weight, *parameters[1:], 3)
         (alone,) = torch.autograd.grad(frozen[0].sum() + frozen[2].sum(), [weight])
         assert_bit_equal(alone, both[1])
+
+
+def _hopper_arithmetic(
+    x: Tensor,
+    stride: int,
+    weight: Tensor,
+    parts: Tensor,
+    coefficient: Tensor,
+    g_x: Tensor,
+    shares: Tensor,
+    mix: tuple[Tensor, int] | tuple[None, int],
+    g_layer: tuple[Tensor, int] | tuple[None, int],
+    g_passed: Tensor | None,
+    passed_stride: int,
+    inner: int,
+) -> None:
+    """What the Hopper kernel computes, from the arguments that it gets."""
+    count, width, size = coefficient.shape[0], weight.shape[1], weight.shape[0]
+    streams = width // inner
+
+    def rows(t: Tensor, step: int, columns: int) -> Tensor:
+        return t.as_strided((count, columns), (step, 1)).float()
+
+    g = parts.float().view(count, 4, 2, 8).sum(2).flatten(1)[:, :size]
+    flat = rows(x, stride, width)
+    total = torch.addcmul(g @ weight, coefficient[:, None], flat)
+    if mix[0] is not None and g_layer[0] is not None:
+        layer = rows(*g_layer, inner)
+        total += (rows(*mix, streams)[:, :, None] * layer[:, None]).flatten(1)
+    if g_passed is not None:
+        total += rows(g_passed, passed_stride, width)
+    g_x.copy_(total.view(g_x.shape))
+    for index, share in enumerate(shares):
+        chunk = slice(1024 * index, 1024 * (index + 1))
+        share.copy_(g[chunk].T @ flat[chunk])
+
+
+class _Hopper:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, direction: str) -> _Hopper:
+        assert direction == "bwd"
+        return self
+
+    def project_bwd(self, *args: Any) -> None:
+        self.calls += 1
+        _hopper_arithmetic(*args)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("used", ["both", "layer_input", "x", "mixes"])
+@pytest.mark.parametrize("width", [128, 64])
+def test_what_the_hopper_kernel_gets(monkeypatch: pytest.MonkeyPatch, n: int, used: str, width: int) -> None:
+    """The arguments of the Hopper backward are right, and it is asked only for streams whose tiles are their own."""
+    hopper = _Hopper()
+    monkeypatch.setattr(_triton_bwd, "runs_gluon", lambda *_: True)
+    monkeypatch.setattr(_triton_bwd, "hopper", hopper)
+    t = make_tensors("mhc_pre", Shape((7,), n, width), torch.bfloat16)
+    x = t.pop("x")
+    assert x is not None
+    parameters = [p for p in t.values() if p is not None]
+    apart = torch.zeros(7, n + 1, width, dtype=torch.bfloat16)[:, :n].copy_(x)
+    leaves = [p.detach().requires_grad_() for p in (apart, *parameters)]
+    exact = [p.detach().double().requires_grad_() for p in leaves]
+    kept = {"both": (0, 1, 2, 3), "layer_input": (0,), "x": (2, 3), "mixes": (1, 2)}[used]
+    cotangents: list[Tensor] = []
+    with forced("triton"):
+        results = mhc_pre(*leaves, 3)
+        generator = torch.Generator().manual_seed(n)
+        for k in kept:
+            drawn = torch.randn(results[k].shape, generator=generator).to(results[k].dtype)
+            # Rows that TMA cannot take as they lie.
+            wide = torch.zeros(*drawn.shape[:-1], drawn.shape[-1] + 1, dtype=drawn.dtype)
+            cotangents.append(wide[..., 1:].copy_(drawn))
+        grads = torch.autograd.grad([results[k] for k in kept], leaves, cotangents)
+    with forced("native"):
+        wanted = mhc_pre(*exact, 3)
+        reference = torch.autograd.grad([wanted[k] for k in kept], exact, [c.double() for c in cotangents])
+    assert hopper.calls == (width == 128 or used in ("x", "mixes"))
+    for gradient, expected in zip(grads, reference, strict=True):
+        allowed = 2e-5 * expected.abs().max() + expected.abs() * torch.finfo(gradient.dtype).eps
+        assert ((gradient.double() - expected).abs() <= allowed).all()

@@ -193,8 +193,7 @@ def mhc_pre_bwd(
             variant,
         )
     flat_x = x.flatten(-2)
-    adds = g_layer_input is not None or g_x_passed is not None
-    grad = parts_for(flat_x, size, gluon=needs[0] and needs[1] and not adds)
+    grad = parts_for(flat_x, size, needs[0] and needs[1], g_layer_input, g_x_passed)
     mapping_tiles = triton.cdiv(count, tiles.MAPPING_TOKENS)
     mapping_shares = torch.empty((mapping_tiles, 2, grad.columns), dtype=torch.float32, device=x.device)
     logits = None

@@ -191,10 +191,23 @@ def g_parts(dtype: torch.dtype) -> int:
     return 3 if dtype is torch.float32 else 2
 
 
-def parts_for(x: Tensor, size: int, gluon: bool) -> GradParts:
-    """Room for what stage two reads: ``gluon`` says that both gradients are wanted and nothing is added to g_x."""
+def parts_for(
+    x: Tensor, size: int, gluon: bool, g_layer: Tensor | None = None, g_passed: Tensor | None = None
+) -> GradParts:
+    """Room for what `project_bwd` reads.
+
+    Args:
+        x: ``[..., K]``.
+        size: N.
+        gluon: both gradients are wanted.
+        g_layer, g_passed: what is added to g_x. The Hopper kernel multiplies HOPPER_WIDTH columns at once, which must
+            not be of two streams then, and has room for the second in the dtype of x.
+    """
     count = x.numel() // x.shape[-1]
-    interleaved = gluon and runs_gluon(x.dtype, x.shape[-1], size, x.device)
+    fits = (g_layer is None or g_layer.shape[-1] % tiles.HOPPER_WIDTH == 0) and (
+        g_passed is None or g_passed.dtype is x.dtype
+    )
+    interleaved = gluon and fits and runs_gluon(x.dtype, x.shape[-1], size, x.device)
     shape = (count, 64) if interleaved else (count, g_parts(x.dtype), padded(size))
     return GradParts(
         torch.empty(shape, dtype=torch.bfloat16, device=x.device),
@@ -267,7 +280,18 @@ def project_bwd(
     g_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
     shares = torch.empty((chunks, size, width), dtype=torch.float32, device=x.device) if needs_w else None
     if grad.interleaved and g_x is not None and shares is not None:
-        hopper("bwd").project_bwd(*tma_rows(x), matrix, grad.parts, grad.coefficient, g_x, shares)
+        hopper("bwd").project_bwd(
+            *tma_rows(x),
+            matrix,
+            grad.parts,
+            grad.coefficient,
+            g_x,
+            shares,
+            (None, 0) if mix is None else flatten(mix, 1),
+            (None, 0) if g_layer is None else tma_rows(g_layer),
+            *((None, 0) if g_passed is None else tma_rows(g_passed)),
+            tiles.HOPPER_WIDTH if g_layer is None else g_layer.shape[-1],
+        )
         return g_x, shares
     flat, stride = flatten(x, 1)
     inner = width if g_layer is None else g_layer.shape[-1]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 __all__ = [
     "CHUNK",
     "GROUP",
+    "HOPPER_WIDTH",
     "SHARE_TOKENS",
     "SLICE",
     "STEP",
@@ -31,6 +32,8 @@ SLICE = 256
 GROUP = 4096
 #: Tokens whose share of the weight's gradient is one partial sum.
 CHUNK = 1024
+#: Columns of K in one product of the Hopper backward.
+HOPPER_WIDTH = 128
 #: Tokens whose share of the gradients of alphas and bias is one partial sum.
 SHARE_TOKENS = 32
 

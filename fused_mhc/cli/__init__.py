@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from .. import __version__
 from ..errors import BackendError, InputError, ScheduleError
 from .bench import bench_command
+from .compile_cutile import compile_cutile_command
 from .demo import demo_command
 from .doctor import doctor_command
 from .plan import plan_command
@@ -72,6 +73,7 @@ app.command("plan")(plan_command)
 app.command("trace")(trace_command)
 app.command("tune")(tune_command)
 app.command("demo")(demo_command)
+app.command("compile-cutile")(compile_cutile_command)
 
 
 def main() -> None:

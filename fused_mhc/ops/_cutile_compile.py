@@ -44,7 +44,7 @@ class Launch:
 
     Attributes:
         op: the folder of the operation.
-        kernel: the kernel's name.
+        kernel: the kernel's name, with the way of calling in brackets where there are several.
         function: the kernel.
         signature: what it is compiled for.
         key: equal for launches that compile to the same.
@@ -91,14 +91,14 @@ class _Recorder:
     """Takes the launches of one operation after the other."""
 
     def __init__(self) -> None:
-        self.folder = ""
+        self.folder, self.label = "", ""
         self.found: dict[tuple[Any, ...], Launch] = {}
 
     def __call__(self, function: Any, grid: Any, tensors: Any, numbers: Any, constants: Any) -> None:
         types = tuple(map(_array, tensors)), tuple(map(type, numbers)), tuple(constants)
-        name = function._pyfunc.__name__
-        key = (self.folder, name, *types)
+        key = (self.folder, function._pyfunc.__name__, *types)
         if key not in self.found:
+            name = key[1] + (f"[{self.label}]" if self.label else "")
             self.found[key] = Launch(self.folder, name, function, signature(*types), key)
 
 
@@ -110,7 +110,7 @@ def collect(shape: Shape) -> list[Launch]:
             name = f"fused_mhc.ops.{folder}._cutile"
             if importlib.util.find_spec(name):
                 recorder.folder = folder
-                for call in _calls(op, importlib.import_module(name), shape):
+                for recorder.label, call in _calls(op, importlib.import_module(name), shape):
                     call()
     return list(recorder.found.values())
 
@@ -121,12 +121,12 @@ def cubin(launch: Launch, arch: str) -> bytes:
     Raises:
         Exception: whatever cuda-tile raises when the compiler is missing or fails.
     """
-    named = launch.signature.with_mangled_symbol(launch.kernel)
+    named = launch.signature.with_mangled_symbol(launch.function._pyfunc.__name__)
     return cutile.compile_kernel(launch.function, named, arch)
 
 
-def _calls(op: str, module: Any, shape: Shape) -> Iterator[Callable[[], Any]]:
-    """Forward and full backward of an operation, on tensors without contents."""
+def _calls(op: str, module: Any, shape: Shape) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Forward and full backward of an operation, on tensors without contents, in each way that has code of its own."""
     n, width, dtype = shape.n, shape.width, shape.dtype
     tokens, size = 48, n * n + 2 * n
 
@@ -142,26 +142,31 @@ def _calls(op: str, module: Any, shape: Shape) -> Iterator[Callable[[], Any]]:
     mixes = (fp32(tokens, n), fp32(tokens, n), fp32(tokens, n, n))
     if op == "sinkhorn":
         for variant in ("softmax", "paper"):
-            yield partial(module.sinkhorn_fwd, mixes[2], 20, 1e-6, variant)
-            yield partial(module.sinkhorn_bwd, mixes[2], mixes[2], 20, 1e-6, variant)
+            label = "" if variant == "softmax" else variant
+            yield label, partial(module.sinkhorn_fwd, mixes[2], 20, 1e-6, variant)
+            yield label, partial(module.sinkhorn_bwd, mixes[2], mixes[2], 20, 1e-6, variant)
     elif op == "h_aggregate":
-        yield partial(module.h_aggregate_fwd, streams(), mixes[0])
-        yield partial(module.h_aggregate_bwd, branch(), streams(), mixes[0], [True, True])
+        yield "", partial(module.h_aggregate_fwd, streams(), mixes[0])
+        yield "", partial(module.h_aggregate_bwd, branch(), streams(), mixes[0], [True, True])
     elif op == "h_post_bda":
         seed = torch.zeros((), dtype=torch.int64)
-        for bias, dropout in ((None, (0.0, None)), (branch()[0], (0.0, None)), (None, (0.1, seed))):
+        for label, bias, dropout in (
+            ("", None, (0.0, None)),
+            ("bias", branch()[0], (0.0, None)),
+            ("dropout", None, (0.1, seed)),
+        ):
             values = (mixes[2], streams(), mixes[1], branch(), bias, *dropout)
-            yield partial(module.h_post_bda_fwd, *values)
-            yield partial(module.h_post_bda_bwd, streams(), *values, [True] * 4 + [bias is not None])
+            yield label, partial(module.h_post_bda_fwd, *values)
+            yield label, partial(module.h_post_bda_bwd, streams(), *values, [True] * 4 + [bias is not None])
     elif op == "proj_rms_compute_h":
         x, weight = streams().flatten(1), fp32(size, n * width)
         parameters = (x, weight, fp32(1), fp32(1), fp32(1), fp32(size))
         grads = (mixes[0], mixes[1], mixes[2].flatten(1), fp32(tokens, 1))
         saved = (fp32(tokens, size), fp32(tokens, 1))
         last = (n, 1e-6, "outside", "fp32", [True] * 6)
-        yield partial(module.proj_rms_compute_h_fwd, *parameters, n, 1e-6, 1e-6, "outside", "fp32")
-        yield partial(module.proj_rms_compute_h_bwd, *grads, *parameters, *saved, *last)
+        yield "", partial(module.proj_rms_compute_h_fwd, *parameters, n, 1e-6, 1e-6, "outside", "fp32")
+        yield "", partial(module.proj_rms_compute_h_bwd, *grads, *parameters, *saved, *last)
     elif op == "mega_mhc":
         state = (branch(), streams(), *mixes)
         site = (fp32(size, n * width), fp32(3), fp32(size), fp32(width))
-        yield partial(module.mega_mhc_fwd, *state, *site, 1e-6, 1e-6, 20)
+        yield "", partial(module.mega_mhc_fwd, *state, *site, 1e-6, 1e-6, 20)

@@ -73,7 +73,7 @@ class _Array:
             raise IndexError(f"rows {start} to {stop} of {self.tensor.shape[axis]}")
         return _Array(self.tensor.narrow(axis, start, stop - start))
 
-    def tile(self, index: Sequence[int], shape: Sequence[int]) -> tuple[Tensor, tuple[slice, ...]]:
+    def tile(self, index: Sequence[int], shape: Sequence[int]) -> tuple[Tensor, tuple[Any, ...]]:
         """The part of a tile that lies in the array, and where in the tile it lies."""
         found = self.tensor
         there = []

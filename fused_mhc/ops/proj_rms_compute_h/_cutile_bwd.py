@@ -110,7 +110,7 @@ def project_bwd_kernel(
     NEEDS_X: ct.Constant[bool],
     NEEDS_W: ct.Constant[bool],
 ):
-    """Two programs share a multiprocessor: for 16-bit x and up to 32 columns, which fill half of its registers."""
+    """Two programs share a multiprocessor: for bf16 x and up to 32 columns, which fill half of its registers."""
     _project_bwd_body(
         x_,
         weight_,
@@ -315,7 +315,7 @@ def project_bwd(
     shares = torch.empty((chunks, size, width), dtype=torch.float32, device=x.device) if needs_w else None
     rows, most = rows_of(x)
     out = rows if g_x is None else g_x.view(count, width)
-    small = grad.columns <= 32 and x.dtype is not torch.float32
+    small = grad.columns <= 32 and x.dtype is torch.bfloat16
     block = 128 if grad.columns <= 32 else 64
     matrix = weight.contiguous()
     for first, last in row_spans(

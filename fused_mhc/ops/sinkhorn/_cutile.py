@@ -1,8 +1,9 @@
 """Sinkhorn in cuTile.
 
-Forward, and backward up to six streams: one thread holds a token's whole matrix. Entry (i, j) of a block of tokens is
-one register vector, ``m[i*n + j]``, so row and column sums are additions between registers and no lane waits for
-another. Above that a few lanes share a matrix (`*_wide_*`). A division by a sum is a multiplication by its reciprocal.
+Up to four streams, one thread holds a token's whole matrix: entry (i, j) of a block of tokens is one register vector,
+``m[i*n + j]``, so row and column sums are additions between registers and no lane waits for another. Above that a few
+lanes share a matrix that zeros fill up to 8 x 8 (`*_wide_*`); vectors would take the compiler half a minute. A division
+by a sum is a multiplication by its reciprocal.
 
 The backward works on ``P = gM * M`` instead of ``gM``: undoing ``Y = M/d`` along an axis, with ``a`` the sum of P along
 it, is ``P - a*Y`` (``a = 0`` where the clamp of the paper's variant holds d constant), without a division and for zero
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from .._cutile_common import Launcher, kernel, power_of_two, reciprocal, widen
 from .._strides import alignment, flatten
-from .config import MAX_REGISTER_STREAMS_BWD, heuristic
 
 __all__ = [
     "sinkhorn_bwd",
@@ -28,8 +28,13 @@ __all__ = [
     "sinkhorn_store_tile",
     "sinkhorn_tile",
     "sinkhorn_wide_bwd_tile",
+    "sinkhorn_wide_tile",
 ]
 
+#: Most streams whose matrix a thread holds.
+MAX_REGISTER_STREAMS = 4
+#: Steps whose divisors the backward keeps at a time; even.
+SEGMENT = 40
 #: Tokens in a program: as many as it has threads.
 TOKENS = 128
 #: Tokens in a program whose lanes share matrices, of 64 entries each.
@@ -270,6 +275,17 @@ def _wide_pairs(m, COUNT, eps, PAPER):
     return m
 
 
+def sinkhorn_wide_tile(logits, inside, column, eps, n, ITERATIONS, PAPER):
+    """Forward on ``[tokens, 8, 8]``; ``inside`` marks the n*n matrix, ``column`` counts the columns."""
+    m = _wide_start(logits, inside, column, n, PAPER)
+    if PAPER:
+        m = _wide_pairs(m, ITERATIONS, eps, True)
+    else:
+        m = _wide_pairs(ct.where(inside, m + eps, 0.0), ITERATIONS - 1, eps, False)
+        m = m * reciprocal(_wide_divisor(m, eps, False, False))
+    return m
+
+
 def _wide_kept_steps(y, eps, PAPER, COUNT):
     kept = ()
     for k in ct.static_iter(range(COUNT)):
@@ -345,7 +361,6 @@ def sinkhorn_bwd_kernel(
     n: ct.Constant[int],
     ITERATIONS: ct.Constant[int],
     PAPER: ct.Constant[bool],
-    SEGMENT: ct.Constant[int],
     SIZE: ct.Constant[int],
     ALIGN: ct.Constant[int],
 ):
@@ -354,6 +369,37 @@ def sinkhorn_bwd_kernel(
     logits = sinkhorn_load_tile(logits_.get_raw_memory(), first, stride, T, n, SIZE, ALIGN, TOKENS)
     result = sinkhorn_bwd_tile(grad, logits, eps, n, ITERATIONS, PAPER, SEGMENT)
     sinkhorn_store_tile(out_.get_raw_memory(), result, first, T, n, SIZE, TOKENS)
+
+
+def _wide_entries(token, T, n):
+    """Of ``[tokens, 8, 8]``: the offset of every entry in a contiguous matrix, which belong to one, which to a token."""
+    row = ct.arange(8, dtype=ct.int64)
+    inside = ((row < n)[:, None] & (row < n)[None, :])[None, :, :]
+    return (row[:, None] * n + row[None, :])[None, :, :], inside, inside & (token < T)[:, None, None]
+
+
+def _wide_load(memory, rows, entry, mask):
+    return widen(memory.load_offset(rows[:, None, None] + entry, mask=mask, padding_value=0))
+
+
+@kernel
+def sinkhorn_wide_fwd_kernel(
+    logits_,
+    out_,
+    stride: ct.ScalarInt64,
+    T: ct.ScalarInt64,
+    eps: float,
+    n: ct.Constant[int],
+    ITERATIONS: ct.Constant[int],
+    PAPER: ct.Constant[bool],
+):
+    token = ct.astype(ct.bid(0), ct.int64) * WIDE_TOKENS + ct.arange(WIDE_TOKENS, dtype=ct.int64)
+    entry, inside, mask = _wide_entries(token, T, n)
+    column = ct.arange(8, dtype=ct.int32)[None, None, :]
+    out = out_.get_raw_memory()
+    logits = _wide_load(logits_.get_raw_memory(), token * stride, entry, mask)
+    result = sinkhorn_wide_tile(logits, inside, column, eps, n, ITERATIONS, PAPER)
+    out.store_offset((token * (n * n))[:, None, None] + entry, ct.astype(result, out.dtype), mask=mask)
 
 
 @kernel
@@ -368,31 +414,20 @@ def sinkhorn_wide_bwd_kernel(
     n: ct.Constant[int],
     ITERATIONS: ct.Constant[int],
     PAPER: ct.Constant[bool],
-    SEGMENT: ct.Constant[int],
 ):
     token = ct.astype(ct.bid(0), ct.int64) * WIDE_TOKENS + ct.arange(WIDE_TOKENS, dtype=ct.int64)
-    row = ct.arange(8, dtype=ct.int64)
-    inside = ((row < n)[:, None] & (row < n)[None, :])[None, :, :]
-    mask = inside & (token < T)[:, None, None]
-    entry = (row[:, None] * n + row[None, :])[None, :, :]
-    grad = widen(
-        grad_.get_raw_memory().load_offset(
-            (token * grad_stride)[:, None, None] + entry, mask=mask, padding_value=0
-        )
-    )
-    logits = widen(
-        logits_.get_raw_memory().load_offset(
-            (token * stride)[:, None, None] + entry, mask=mask, padding_value=0
-        )
-    )
+    entry, inside, mask = _wide_entries(token, T, n)
     column = ct.arange(8, dtype=ct.int32)[None, None, :]
-    result = sinkhorn_wide_bwd_tile(grad, logits, inside, column, eps, n, ITERATIONS, PAPER, SEGMENT)
     out = out_.get_raw_memory()
+    grad = _wide_load(grad_.get_raw_memory(), token * grad_stride, entry, mask)
+    logits = _wide_load(logits_.get_raw_memory(), token * stride, entry, mask)
+    result = sinkhorn_wide_bwd_tile(grad, logits, inside, column, eps, n, ITERATIONS, PAPER, SEGMENT)
     out.store_offset((token * (n * n))[:, None, None] + entry, ct.astype(result, out.dtype), mask=mask)
 
 
 _fwd = Launcher(sinkhorn_fwd_kernel)
 _bwd = Launcher(sinkhorn_bwd_kernel)
+_wide_fwd = Launcher(sinkhorn_wide_fwd_kernel)
 _wide_bwd = Launcher(sinkhorn_wide_bwd_kernel)
 
 
@@ -403,12 +438,12 @@ def sinkhorn_fwd(input_logits: Tensor, num_iterations: int, eps: float, variant:
     if count == 0:
         return out
     logits, stride = flatten(input_logits, 2, dense=True)
-    _fwd(
-        (-(-count // TOKENS),),
-        (logits, out),
-        (stride, count, eps),
-        (n, num_iterations, variant == "paper", power_of_two(n * n), alignment(stride)),
-    )
+    numbers, constants = (stride, count, eps), (n, num_iterations, variant == "paper")
+    if n > MAX_REGISTER_STREAMS:
+        _wide_fwd((-(-count // WIDE_TOKENS),), (logits, out), numbers, constants)
+    else:
+        layout = (power_of_two(n * n), alignment(stride))
+        _fwd((-(-count // TOKENS),), (logits, out), numbers, (*constants, *layout))
     return out
 
 
@@ -420,10 +455,8 @@ def sinkhorn_bwd(grad: Tensor, input_logits: Tensor, num_iterations: int, eps: f
         return out
     grad, grad_stride = flatten(grad, 2, dense=True)
     logits, stride = flatten(input_logits, 2, dense=True)
-    wide = n > MAX_REGISTER_STREAMS_BWD
-    numbers = (grad_stride, stride, count, eps)
-    constants = (n, num_iterations, variant == "paper", heuristic(n, wide).segment)
-    if wide:
+    numbers, constants = (grad_stride, stride, count, eps), (n, num_iterations, variant == "paper")
+    if n > MAX_REGISTER_STREAMS:
         _wide_bwd((-(-count // WIDE_TOKENS),), (grad, logits, out), numbers, constants)
     else:
         layout = (power_of_two(n * n), alignment(grad_stride, stride))

@@ -209,7 +209,7 @@ def test_gradient_hook_and_second_backward() -> None:
     out = torch.randn_like(layer_input), torch.randn_like(passed)
     first = torch.autograd.grad([layer_input, passed], [x], out, retain_graph=True)[0]
     assert bit_equal(first, torch.autograd.grad([layer_input, passed], [x], out, retain_graph=True)[0])
+    without = torch.autograd.grad([layer_input], [x], out[:1], retain_graph=True)[0]
     passed.register_hook(lambda g: 0 * g)
-    hooked = torch.autograd.grad([layer_input, passed], [x], out, retain_graph=True)[0]
-    without = torch.autograd.grad([layer_input], [x], out[:1])[0]
+    hooked = torch.autograd.grad([layer_input, passed], [x], out)[0]
     near(hooked, without.double(), 300)

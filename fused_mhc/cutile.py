@@ -36,6 +36,7 @@ __all__ = [
     "RETRY_SECONDS",
     "Compiler",
     "compile_kernel",
+    "compiler_path",
     "compiling",
     "find_compiler",
     "forget",
@@ -105,6 +106,14 @@ def find_compiler() -> Compiler:
         path = str(lookup().path)
     toolkits = [Path(root).resolve() for root in env.cuda_paths()]
     return Compiler(path, any(root in Path(path).resolve().parents for root in toolkits))
+
+
+def compiler_path() -> str | None:
+    """The file of the compiler that would run, or None where there is no package or no compiler."""
+    try:
+        return find_compiler().path if installed() else None
+    except (FileNotFoundError, ImportError):
+        return None
 
 
 @contextlib.contextmanager

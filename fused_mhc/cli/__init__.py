@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from .. import __version__
 from ..errors import BackendError, InputError, ScheduleError
 from .bench import bench_command
-from .compile_cutile import compile_cutile_command
+from .cutile import compile_cutile_command
 from .demo import demo_command
 from .doctor import doctor_command
 from .plan import plan_command

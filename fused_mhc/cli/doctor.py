@@ -6,7 +6,6 @@ import dataclasses
 import importlib.metadata
 import json
 import platform
-import shutil
 from typing import Annotated, Any
 
 import typer
@@ -36,6 +35,7 @@ def collect() -> dict[str, Any]:
     """
     import torch
 
+    from .. import cutile
     from ..device import device_info
     from ..dispatch import MHC_BACKEND_DETERMINISM, backend_status, is_cutile_available, is_triton_available
 
@@ -50,7 +50,7 @@ def collect() -> dict[str, Any]:
         "packages": {name: _package_version(name) for name in _PACKAGES},
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
-        "cutile_compiler": shutil.which("tileiras"),
+        "cutile_compiler": cutile.compiler_path(),
         "devices": {name: dataclasses.asdict(device_info(name)) for name in ["cpu", *cuda]},
         "environment": {
             name: {"value": value, "meaning": env.VARIABLES[name]} for name, value in env.raw_values().items()
@@ -72,7 +72,7 @@ def _facts(facts: dict[str, Any]) -> Table:
         f"CUDA {facts['cuda']}" if facts["cuda"] else f"HIP {facts['hip']}" if facts["hip"] else "CPU only"
     )
     table.add_row("torch built for", runtime)
-    table.add_row("cuTile compiler", facts["cutile_compiler"] or "[dim]no tileiras on PATH[/]")
+    table.add_row("cuTile compiler", facts["cutile_compiler"] or "[dim]none[/]")
     return table
 
 

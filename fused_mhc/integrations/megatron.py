@@ -8,7 +8,7 @@ modules reach for them.
 Differences that a caller can notice:
 
 - A backend asked for by name never falls back for a single operation; Megatron's "triton" runs its projection natively.
-- ``_CUTILE_DEVICE_SUPPORT_CACHE`` is None unless somebody sets it: what is proven is kept per device by `dispatch`.
+- ``_CUTILE_DEVICE_SUPPORT_CACHE`` is None unless somebody sets it: what is proven is kept by `fused_mhc.cutile`.
 - The tensor that ``_cutile_sinkhorn_fwd`` returns for its backward holds the logits.
 
 Source: Megatron-Core ``core.fusions.fused_mhc_kernels`` (names, argument orders, defaults, backend policy).
@@ -20,7 +20,6 @@ import importlib
 import importlib.util
 import logging
 import math
-import shutil
 import sys
 import warnings
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import dispatch, env
+from .. import cutile, dispatch, env
 from ..checks import check_backend, check_devices, check_shape
 from ..dispatch import MHC_BACKEND_DETERMINISM, MHCBackend
 from ..errors import BackendError, InputError
@@ -96,8 +95,8 @@ def is_cutile_available() -> bool:
 
 
 def _get_tileiras_path() -> str | None:
-    """The cuTile compiler on ``PATH``, or None."""
-    return shutil.which("tileiras")
+    """The cuTile compiler that would run (of the pip packages, on ``PATH``, or a toolkit's), or None."""
+    return cutile.compiler_path()
 
 
 def _cutile_supports_current_device() -> bool:

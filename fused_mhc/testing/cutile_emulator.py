@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..dispatch import OPERATIONS
 
-__all__ = ["emulate"]
+__all__ = ["emulate", "kernel_modules"]
 
 
 class _Memory:
@@ -220,8 +220,8 @@ def _language(block: list[int]) -> SimpleNamespace:
     )
 
 
-def _modules() -> list[ModuleType]:
-    """Every module whose functions may run inside a kernel."""
+def kernel_modules() -> list[ModuleType]:
+    """Every module that holds kernels, or functions that run inside one."""
     names = ["fused_mhc.ops._cutile_common"]
     for folder in dict.fromkeys(OPERATIONS.values()):
         package = importlib.import_module(f"fused_mhc.ops.{folder}")
@@ -253,7 +253,7 @@ def emulate() -> Iterator[None]:
             block[:3] = [x, y, z]
             function._pyfunc(*arrays, *rounded, *constants)
 
-    modules = _modules()
+    modules = kernel_modules()
     kept = [module.ct for module in modules]
     try:
         for module in modules:

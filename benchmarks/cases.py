@@ -1,4 +1,5 @@
-"""What each suite times. The first case of a suite gives the shape of its picture."""
+"""What each suite times. The first case of a suite gives the shape of its picture. (``cutile`` is for a machine with
+cuda-tile: its backend beside Triton.)"""
 
 from __future__ import annotations
 
@@ -54,5 +55,10 @@ SUITES: dict[str, tuple[Part, ...]] = {
         Part(_cases(("mega_mhc",), (8192, 4, 4096)), peers=("eager", "torch.compile")),
         Part(_cases(("mega_mhc", "mega_mhc_entry", "mega_mhc_exit"), (8192, 4, 5120), (8192, 4, 7168))),
         Part(_cases(("mega_mhc",), (1, 4, 5120), (16, 4, 5120), (64, 4, 5120), (128, 4, 5120)), host=True),
+    ),
+    "cutile": (
+        Part(_cases((*CORE, "mega_mhc"), (8192, 4, 4096))),
+        Part(_cases(CORE, (8192, 4, 7168), (8191, 4, 4096), (8192, 8, 4096))),
+        Part(_cases(CORE, (1, 4, 4096), (64, 4, 4096)), host=True),
     ),
 }

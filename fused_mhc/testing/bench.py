@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..checks import check_choice
 from ..device import device_info
-from ..dispatch import OPERATIONS, backend_status
+from ..dispatch import FORWARD_ONLY, OPERATIONS, backend_status
 from .byte_counts import fewest_bytes
 from .inputs import CATALOGUE, Shape, make_tensors
 from .timing import copy_bandwidth, measure
@@ -318,13 +318,18 @@ def _version(package: str) -> str:
         return "none"
 
 
+def _runs(case: Case, backend: str, direction: str, device: torch.device) -> bool:
+    """Whether our ``backend`` has all that a case needs in a direction."""
+    chosen = {(row.op, row.direction): row.chosen for row in backend_status(backend, device)}
+    needed = ("mhc_pre", "h_post_bda") if case.op == "sublayer" else (case.op,)
+    return all(chosen[op, "fwd" if op in FORWARD_ONLY else direction] == backend for op in needed)
+
+
 def _columns(
     case: Case, backends: Sequence[str], peers: Sequence[str], device: torch.device
 ) -> Iterator[tuple[str, Any]]:
-    ready = {(row.op, row.chosen) for name in backends for row in backend_status(name, device)}
     for backend in backends:
-        needed = ("mhc_pre", "h_post_bda") if case.op == "sublayer" else (case.op,)
-        if all((op, backend) in ready for op in needed):
+        if _runs(case, backend, "fwd", device):
             yield backend, _own(case, backend)
     for peer in peers:
         function = PEERS[peer](case)
@@ -403,9 +408,8 @@ def run_bench(
             if progress is not None:
                 progress(f"{case.op} {name} {case.shape}")
             try:
-                rows += _time_column(
-                    case, name, function, tensors, where, directions, repeats, host, bandwidth
-                )
+                able = [d for d in directions if name in PEERS or _runs(case, name, d, where)]
+                rows += _time_column(case, name, function, tensors, where, able, repeats, host, bandwidth)
             except Exception as error:  # somebody else's code may fail in any way; ours may not
                 if name not in PEERS:
                     raise

@@ -17,11 +17,12 @@ TRITON_TESTS = $(shell find tests -name 'test_triton_*.py' -not -path 'tests/gpu
 FORCED_TESTS = $(addprefix tests/ops/test_,parity.py dropout.py sinkhorn.py projection.py)
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 
-.PHONY: help venv lint format test demo test-gpu bench-gpu clean
+.PHONY: help venv lint format test cutile demo test-gpu bench-gpu clean
 
 help:
 	@echo "make demo       train the demo and write report/index.html"
 	@echo "make test       every test that needs no GPU"
+	@echo "make cutile     compile the cuTile kernels for every architecture, without a GPU"
 	@echo "make lint       ruff and mypy          make format    ruff's formatter"
 	@echo "make test-gpu   tests on this GPU      make bench-gpu  timings on this GPU"
 	@echo "make clean      remove caches and outputs (keeps .venv)"
@@ -52,6 +53,10 @@ test: venv
 	echo "Operations on Triton in the interpreter:"; \
 	TRITON_INTERPRET=1 MHC_FORCE_BACKEND=triton $(PYTEST) $(FORCED_TESTS) $(ARGS) || status=1; \
 	exit $$status
+
+# A minute or two: the compiler runs once for each kernel and architecture.
+cutile: venv
+	$(BIN)/python -m fused_mhc.cli compile-cutile $(ARGS)
 
 # Threads that wait asleep cost little on an idle machine, and keep a busy one from standing still.
 demo: venv

@@ -78,9 +78,11 @@ def project_kernel(
     X_PARTS: ct.Constant[int],
     W_PARTS: ct.Constant[int],
     ORDER: ct.Constant[int],
+    TAIL: ct.Constant[bool],
 ):
     """Slices of RATIO steps of the projection of TOKENS tokens, and of their sums of squares: ``per_program`` slices,
-    added in order. ``x_`` is a view of ``rows`` tokens from ``first_row`` on."""
+    added in order. ``x_`` is a view of ``rows`` tokens from ``first_row`` on. TAIL: the last slice is not whole (code that
+    is there only then, for the compiler gives up the pipeline of products beside it)."""
     index, tile = ct.bid(0), ct.bid(1)
     # The view's own shape may be known when this is compiled; what is compiled must not depend on it.
     x = x_.slice(0, 0, rows)
@@ -100,18 +102,19 @@ def project_kernel(
             squares = squares + value * value
         proj = proj + dots
         square = square + ct.sum(squares, 1)
-    # The steps of K that do not fill a slice, in the program that comes to them.
-    tail = begin + ct.astype(per_program, ct.int32) > full
-    last = ct.where(tail, ct.astype(steps, ct.int32), full * RATIO)
-    dots = ct.zeros((TOKENS, COLUMNS), ct.float32)
-    squares = ct.zeros((TOKENS, STEP), ct.float32)
-    for k in range(full * RATIO, last):
-        tile_x = ct.load(x, (tile, k), (TOKENS, STEP), padding_mode=ct.PaddingMode.ZERO)
-        dots = _dot_step(dots, tile_x, parts_, k, X_PARTS, W_PARTS, ORDER, COLUMNS, STEP)
-        value = widen(tile_x)
-        squares = squares + value * value
-    proj = proj + dots
-    square = square + ct.sum(squares, 1)
+    if TAIL:
+        # The steps of K that do not fill a slice, in the program that comes to them.
+        there = begin + ct.astype(per_program, ct.int32) > full
+        last = ct.where(there, ct.astype(steps, ct.int32), full * RATIO)
+        dots = ct.zeros((TOKENS, COLUMNS), ct.float32)
+        squares = ct.zeros((TOKENS, STEP), ct.float32)
+        for k in range(full * RATIO, last):
+            tile_x = ct.load(x, (tile, k), (TOKENS, STEP), padding_mode=ct.PaddingMode.ZERO)
+            dots = _dot_step(dots, tile_x, parts_, k, X_PARTS, W_PARTS, ORDER, COLUMNS, STEP)
+            value = widen(tile_x)
+            squares = squares + value * value
+        proj = proj + dots
+        square = square + ct.sum(squares, 1)
 
     local = ct.astype(tile, ct.int64) * TOKENS + ct.arange(TOKENS, dtype=ct.int64)
     row = ct.astype(index, ct.int64) * T + first_row + local
@@ -148,7 +151,8 @@ def rows_of(x: Tensor) -> tuple[Tensor, int]:
         if flat is x:
             flat = x.clone(memory_format=torch.contiguous_format)
     rows = flat.as_strided((count, width), (max(stride, width), 1))
-    most = (_LIMIT // max(stride, width)) // tiles.CHUNK * tiles.CHUNK
+    # A grid has fewer than 2^16 tiles along its second axis.
+    most = min(_LIMIT // max(stride, width), 128 * 65535) // tiles.CHUNK * tiles.CHUNK
     return rows, max(tiles.CHUNK, most)
 
 
@@ -196,6 +200,6 @@ def project(x: Tensor, weight: Tensor, precision: str) -> tuple[Tensor, Tensor, 
             (partials, -(-(last - first) // tokens)),
             (Whole(rows[first:last]), Whole(parts), partial, square),
             (last - first, first, count, size, steps, slices),
-            (tokens, columns, tiles.STEP, ratio, x_parts, w_parts, order),
+            (tokens, columns, tiles.STEP, ratio, x_parts, w_parts, order, steps % ratio != 0),
         )
     return partial, square, tiles.GROUP // tiles.SLICE // slices

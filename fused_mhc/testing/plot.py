@@ -41,7 +41,7 @@ def plot_report(report: Report, path: Path, title: str) -> None:
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.set_xlabel(f"% of the copy bandwidth of the same run ({report.copy_gbps:.0f} GB/s)")
-    axes.set_title(f"{title}: T = {first.T}, n = {first.n}, C = {first.C}, {first.dtype} on {report.gpu}")
+    axes.set_title(f"{title}: T = {first.T}, n = {first.n}, C = {first.C}, {rows[0].dtype} on {report.gpu}")
     axes.legend()
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -11,10 +11,13 @@ import torch
 from fused_mhc import cutile, dispatch
 from fused_mhc.testing.compare import difference, evaluate, factor, oracle
 from fused_mhc.testing.cutile_emulator import emulate
-from fused_mhc.testing.inputs import CATALOGUE, Shape, make_tensors
+from fused_mhc.testing.inputs import CATALOGUE, Shape, make_cotangents, make_tensors
 from fused_mhc.testing.verify import SHAPES, VerifyCase, forced, run_case
 
 pytest.importorskip("cuda.tile")
+
+from fused_mhc.ops import _cutile_common
+from fused_mhc.ops.proj_rms_compute_h import _cutile_fwd
 
 OPS = ("sinkhorn", "h_aggregate", "h_post_bda", "proj_rms_compute_h")
 CASES = [
@@ -74,3 +77,39 @@ def test_single_pass_forward(dtype: torch.dtype, shape: Shape) -> None:
             exact, scale = expected.exact.results[name], expected.scales.results[name]
             found = difference(value, exact, scale, factor(op, name, shape, options, False))
             assert found.ok, f"{mode.label} {name}: {found.error:.3e}, allowed {found.bound:.3e}"
+
+
+@pytest.mark.parametrize("op", ["h_aggregate", "h_post_bda"])
+def test_more_tokens_than_a_grid_has_programs(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_cutile_common, "_GRID", 4)
+    for row in run_case(VerifyCase(op, CATALOGUE[op].modes[0], "cutile", torch.float32, Shape((9,), 2, 8))):
+        assert row.ok, f"{row.direction} {row.result}: {row.error:.3e}, allowed {row.bound:.3e}"
+
+
+def test_projection_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one view of all tokens would need more than 31 bits: launches over multiples of a chunk, same bits."""
+    op, shape = CATALOGUE["proj_rms_compute_h"], Shape((2100,), 1, 8)
+    options, tensors = (
+        op.options(op.modes[0], shape),
+        make_tensors("proj_rms_compute_h", shape, torch.bfloat16),
+    )
+
+    def run() -> list[torch.Tensor]:
+        with forced("cutile"):
+            results = evaluate(op.function, op.results, tensors, options).results
+            done = evaluate(op.function, op.results, tensors, options, make_cotangents(results))
+        return [*done.results.values(), *(g for g in done.gradients.values() if g is not None)]
+
+    whole = run()
+    monkeypatch.setattr(_cutile_fwd, "_LIMIT", 1024 * 8 + 7)
+    for cut, once in zip(run(), whole, strict=True):
+        assert torch.equal(cut, once)
+
+
+def test_rows_too_far_apart_are_copied() -> None:
+    """Row F34: not even a chunk of these rows fits in 31 bits."""
+    buffer = torch.arange(float(2**21 + 8))
+    rows, most = _cutile_fwd.rows_of(buffer.as_strided((2, 8), (2**21, 1)))
+    assert rows.stride() == (8, 1)
+    assert torch.equal(rows[1], buffer[2**21 :])
+    assert most % 1024 == 0

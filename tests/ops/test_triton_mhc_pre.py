@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_mhc import fused_h_aggregate, mhc_pre
-from fused_mhc.ops.mhc_pre import config
+from fused_mhc import fused_h_aggregate, fused_proj_rms_compute_h, fused_sinkhorn, mhc_pre
 from fused_mhc.ops.proj_rms_compute_h import _triton_bwd
 from fused_mhc.testing.bits import batch_differences, differing_repeats
 from fused_mhc.testing.compare import assert_bit_equal
@@ -40,15 +39,6 @@ def test_matches_fp64(mode: Mode, shape: Shape, stream_dtype: torch.dtype) -> No
         assert row.ok, f"{row.direction} {row.result}: {row.error:.3e}, allowed {row.bound:.3e}"
 
 
-def test_more_partial_sums_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """K is cut where the hidden size asks for it, and the last piece may be short."""
-    shape = Shape((3,), 2, 700)
-    assert -(-shape.width // config.span(shape.width)) > 1
-    assert shape.width % config.span(shape.width)
-    for row in run_case(VerifyCase("mhc_pre", OPERATION.modes[0], "triton", torch.float32, shape)):
-        assert row.ok, f"{row.direction} {row.result}: {row.error:.3e}, allowed {row.bound:.3e}"
-
-
 def test_bits() -> None:
     """Repeats are equal, and a token alone gets what it gets among others, past the edge of a tile too."""
     with forced("triton"):
@@ -56,15 +46,20 @@ def test_bits() -> None:
         assert batch_differences("mhc_pre", Shape((1,), 4, 8), CPU, (2, 130)) == 0
 
 
-def test_the_collapse_uses_the_mixes_that_the_last_launch_writes() -> None:
-    """The layer input equals the aggregate with the pre-mix that the backward gets, bit for bit."""
-    t = make_tensors("mhc_pre", Shape((9,), 4, 40), torch.bfloat16)
+def test_equals_the_separate_operations() -> None:
+    """Layer input and mixes are those of the separate operations, bit for bit, with K in more partial sums than one."""
+    t = make_tensors("mhc_pre", Shape((9,), 2, 1100), torch.bfloat16)
     arguments = [value for value in t.values() if value is not None]
+    x, *parameters = arguments
     op = torch.ops.fused_mhc.mhc_pre_fwd.default
     settings = (4, 1e-6, 1e-6, 1e-6, "inside", "softmax", "fp32", "triton")
-    layer_input, _, _, h_pre, *_ = op(*arguments, *settings)
+    layer_input, h_post, h_res, h_pre, *_ = op(*arguments, *settings)
     with forced("triton"):
-        assert_bit_equal(layer_input, fused_h_aggregate(arguments[0], h_pre))
+        pre, post, logits, _ = fused_proj_rms_compute_h(x.flatten(1), *parameters, 2, rms_eps_mode="inside")
+        assert_bit_equal(h_pre, pre)
+        assert_bit_equal(h_post, post)
+        assert_bit_equal(h_res, fused_sinkhorn(logits.unflatten(-1, (2, 2)), 4))
+        assert_bit_equal(layer_input, fused_h_aggregate(x, h_pre))
 
 
 def test_strided_streams_and_frozen_inputs() -> None:

@@ -48,6 +48,7 @@ def h_aggregate_fwd_kernel(
     x_,
     h_,
     out_,
+    first: ct.ScalarInt64,
     x_stride: ct.ScalarInt64,
     x_stream_stride: ct.ScalarInt64,
     h_stride: ct.ScalarInt64,
@@ -58,7 +59,7 @@ def h_aggregate_fwd_kernel(
     ALIGN: ct.Constant[int],
 ):
     FULL = C % (BLOCK * GROUP) == 0
-    token = ct.astype(ct.bid(0), ct.int64)
+    token = first + ct.bid(0)
     x, out = x_.get_raw_memory(), out_.get_raw_memory()
     row = row_offset(token, x_stride, ALIGN)
     weights = load_scalars(h_.get_raw_memory(), token * h_stride, n)
@@ -79,6 +80,7 @@ def h_aggregate_bwd_kernel(
     h_,
     g_x_,
     g_h_,
+    first: ct.ScalarInt64,
     grad_stride: ct.ScalarInt64,
     x_stride: ct.ScalarInt64,
     x_stream_stride: ct.ScalarInt64,
@@ -94,7 +96,7 @@ def h_aggregate_bwd_kernel(
 ):
     """WRITE: the gradient of x is wanted. DOTS: n where that of the weights is, else 0."""
     FULL = C % (BLOCK * GROUP) == 0
-    token = ct.astype(ct.bid(0), ct.int64)
+    token = first + ct.bid(0)
     grad, x, g_x, g_h = (
         grad_.get_raw_memory(),
         x_.get_raw_memory(),
@@ -141,8 +143,8 @@ def h_aggregate_fwd(x: Tensor, h_pre: Tensor) -> Tensor:
     x_stream_stride = x.stride(-2)
     rows = row_candidates(width, x.element_size(), n, _FWD_REGISTERS, WARPS)[0]
     align = alignment(width, x_stride, x_stream_stride)
-    _fwd(
-        (count,),
+    _fwd.by_token(
+        count,
         (x, h_pre, out),
         (x_stride, x_stream_stride, h_stride),
         (n, width, rows.block, rows.group, align),
@@ -163,8 +165,8 @@ def h_aggregate_bwd(grad: Tensor, x: Tensor, h_pre: Tensor, needs: Sequence[bool
         rows = row_candidates(width, x.element_size(), n + 1, _BWD_REGISTERS, WARPS)[0]
         align = alignment(width, grad_stride, x_stride, x_stream_stride)
         vector = min(rows.block, 16 // x.element_size())
-        _bwd(
-            (count,),
+        _bwd.by_token(
+            count,
             (grad, x, h_pre, g_x, g_h),
             (grad_stride, x_stride, x_stream_stride, h_stride),
             (n, width, rows.block, rows.group, vector, align, g_x is not None, n if g_h is not None else 0),

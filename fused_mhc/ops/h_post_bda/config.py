@@ -30,7 +30,7 @@ def _fwd_limits(n: int) -> tuple[int, int]:
 def _bwd_limits(n: int, bias: bool) -> tuple[int, int]:
     """The same. The n*n + n dot products take registers; the fewer warps, the fewer wait for one another."""
     if bias and n <= 6:
-        return 72, 2
+        return 72, 4
     return (108, 8) if n <= 4 else (108, 2) if n <= 6 else (72, 1)
 
 

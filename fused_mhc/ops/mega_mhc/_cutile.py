@@ -68,6 +68,7 @@ def site_kernel(
     new_residual_,
     block_input_,
     rstd_,
+    first: ct.ScalarInt64,
     output_stride: ct.ScalarInt64,
     residual_stride: ct.ScalarInt64,
     stream_stride: ct.ScalarInt64,
@@ -85,7 +86,7 @@ def site_kernel(
 ):
     """Steps 1 and 3 for one token. KEEP: the collapsed row stays in registers between them."""
     FULL = C % BLOCK == 0
-    token = ct.astype(ct.bid(0), ct.int64)
+    token = first + ct.bid(0)
     residual, output = residual_.get_raw_memory(), output_.get_raw_memory()
     new_residual, block_input = new_residual_.get_raw_memory(), block_input_.get_raw_memory()
     norm_weight = norm_weight_.get_raw_memory()
@@ -248,8 +249,8 @@ def mega_mhc_fwd(
     block = row_candidates(width, residual.element_size(), n + 1, 1, WARPS)[0].block
     blocks = -(-width // block)
     stream_stride = streams.stride(-2)
-    _site(
-        (count,),
+    _site.by_token(
+        count,
         (
             streams,
             output,

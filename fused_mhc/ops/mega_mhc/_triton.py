@@ -58,7 +58,7 @@ def logits_tile(proj, u, alpha_ptr, bias_ptr, n: tl.constexpr):
     return logits
 
 
-@triton.jit(do_not_specialize=["count", "stride_pre", "stride_post", "stride_res", "hc_eps"])
+@triton.jit(do_not_specialize=["count", "width", "stride_pre", "stride_post", "stride_res", "hc_eps"])
 def mixes_bwd_kernel(
     proj_ptr,
     u_ptr,
@@ -72,12 +72,12 @@ def mixes_bwd_kernel(
     coefficient_ptr,
     share_ptr,
     count: tl.int64,
+    width: tl.int64,
     stride_pre: tl.int64,
     stride_post: tl.int64,
     stride_res: tl.int64,
     hc_eps: tl.float32,
     n: tl.constexpr,
-    C: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
     ITERATIONS: tl.constexpr,
@@ -114,7 +114,7 @@ def mixes_bwd_kernel(
         store_interleaved_parts(parts_ptr, g_scaled * u[:, None], rows, row_mask, cols)
     else:
         store_parts(parts_ptr, g_scaled * u[:, None], rows, row_mask, cols, COLUMNS, G_PARTS)
-    tl.store(coefficient_ptr + rows, -(u * u / (n * C)) * g_u, mask=row_mask)
+    tl.store(coefficient_ptr + rows, -(u * u / width) * g_u, mask=row_mask)
     share = share_ptr + tile * (2 * COLUMNS) + cols
     tl.store(share, tl.sum(alpha_terms, axis=0))
     tl.store(share + COLUMNS, tl.sum(g_h, axis=0))
@@ -202,12 +202,12 @@ def _mixes_gradients(
             coefficient,
             shares,
             count,
+            n * width,
             *(stride for _, stride in rows),
             hc_eps,
         ),
         (
             n,
-            width,
             columns,
             tiles.MAPPING_TOKENS,
             num_iters,

@@ -35,23 +35,19 @@ __all__ = [
 ]
 
 
-@triton.jit(do_not_specialize=["elements", "counters"])
+@triton.jit(do_not_specialize=["elements"])
 def split_kernel(
     phi_ptr,
     parts_ptr,
-    counter_ptr,
     elements: tl.int64,
-    counters: tl.int32,
     W_PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The bf16 parts of phi, one matrix after the other; and zeros in the counters of the launch that follows."""
+    """The bf16 parts of phi, one matrix after the other."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     phi = tl.load(phi_ptr + at, mask=at < elements, other=0.0)
     for index in tl.static_range(W_PARTS):
         tl.store(parts_ptr + index * elements + at, part(phi, index), mask=at < elements)
-    if counter_ptr is not None:
-        tl.store(counter_ptr + at, tl.zeros((BLOCK,), tl.int32), mask=at < counters)
 
 
 @triton.jit(
@@ -166,17 +162,11 @@ _site = Launcher(site_kernel)
 _mixes = Launcher(mixes_kernel)
 
 
-def split_phi(phi: Tensor, parts: int, counters: Tensor | None = None) -> Tensor:
-    """The first ``parts`` bf16 parts of phi, ``[parts, N, K]``; sets ``counters`` to zero on the way."""
+def split_phi(phi: Tensor, parts: int) -> Tensor:
+    """The first ``parts`` bf16 parts of phi, ``[parts, N, K]``."""
     found = torch.empty(parts, *phi.shape, dtype=torch.bfloat16, device=phi.device)
     elements = phi.numel()
-    zeros = 0 if counters is None else counters.numel()
-    _split(
-        (triton.cdiv(max(elements, zeros), 1024),),
-        (phi.contiguous(), found, counters, elements, zeros),
-        (parts, 1024),
-        4,
-    )
+    _split((triton.cdiv(elements, 1024),), (phi.contiguous(), found, elements), (parts, 1024), 4)
     return found
 
 

@@ -46,7 +46,9 @@ def logits_tile(raw, u, alpha_res_ptr, bias_ptr, n: tl.constexpr):
     return logits
 
 
-@triton.jit(do_not_specialize=["count", "stride_pre", "stride_post", "stride_res", "rms_eps", "sinkhorn_eps"])
+@triton.jit(
+    do_not_specialize=["count", "width", "stride_pre", "stride_post", "stride_res", "rms_eps", "sinkhorn_eps"]
+)
 def mixes_bwd_kernel(
     proj_ptr,
     r_ptr,
@@ -62,13 +64,13 @@ def mixes_bwd_kernel(
     coefficient_ptr,
     share_ptr,
     count: tl.int64,
+    width: tl.int64,
     stride_pre: tl.int64,
     stride_post: tl.int64,
     stride_res: tl.int64,
     rms_eps: tl.float32,
     sinkhorn_eps: tl.float32,
     n: tl.constexpr,
-    C: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
     ITERATIONS: tl.constexpr,
@@ -110,7 +112,6 @@ def mixes_bwd_kernel(
         store_interleaved_parts(parts_ptr, g_proj, rows, row_mask, cols)
     else:
         store_parts(parts_ptr, g_proj, rows, row_mask, cols, COLUMNS, G_PARTS)
-    width = tl.full((), n * C, tl.int64)
     tl.store(coefficient_ptr + rows, rms_coefficient_tile(0.0, g_u, u, r, width), mask=row_mask)
     share = share_ptr + tile * (2 * COLUMNS) + cols
     tl.store(share, tl.sum(alpha_terms, axis=0))
@@ -218,13 +219,13 @@ def mhc_pre_bwd(
             grad.coefficient,
             mapping_shares,
             count,
+            n * width,
             *(stride for _, stride in rows),
             rms_eps,
             sinkhorn_eps,
         ),
         (
             n,
-            width,
             grad.columns,
             tiles.MAPPING_TOKENS,
             num_iterations,

@@ -45,6 +45,8 @@ __all__ = [
 ]
 
 
+#: Programs in one launch that has a program for each token.
+_GRID = 1 << 23
 #: Warps of a program: what the compiler takes.
 WARPS = 4
 
@@ -234,6 +236,18 @@ class Launcher:
             constants: the constants at the end.
         """
         first = tensors[0]
-        assert first is not None
+        assert first is not None  # see `tensors`
         absent = first.tensor if isinstance(first, Whole) else first
         _execute(self.function, grid, [absent if t is None else t for t in tensors], numbers, constants)
+
+    def by_token(
+        self,
+        count: int,
+        tensors: Sequence[Tensor | Whole | None],
+        numbers: Sequence[int | float],
+        constants: Sequence[int | bool],
+    ) -> None:
+        """Run one program for each of ``count`` tokens; the kernel's first number is the token of its first program.
+        (A grid has fewer than 2^24 programs along an axis.)"""
+        for first in range(0, count, _GRID):
+            self((min(_GRID, count - first),), tensors, (first, *numbers), constants)

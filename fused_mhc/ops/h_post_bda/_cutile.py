@@ -145,6 +145,7 @@ def h_post_bda_fwd_kernel(
     bias_,
     seed_,
     out_,
+    first: ct.ScalarInt64,
     residual_stride: ct.ScalarInt64,
     residual_stream_stride: ct.ScalarInt64,
     x_stride: ct.ScalarInt64,
@@ -161,7 +162,7 @@ def h_post_bda_fwd_kernel(
     DROP: ct.Constant[bool],
 ):
     FULL = C % (BLOCK * GROUP) == 0
-    token = ct.astype(ct.bid(0), ct.int64)
+    token = first + ct.bid(0)
     residual, x, bias, out = (
         residual_.get_raw_memory(),
         x_.get_raw_memory(),
@@ -207,6 +208,7 @@ def h_post_bda_bwd_kernel(
     g_h_post_,
     g_x_,
     bias_sums_,
+    first: ct.ScalarInt64,
     grad_stride: ct.ScalarInt64,
     grad_stream_stride: ct.ScalarInt64,
     residual_stride: ct.ScalarInt64,
@@ -231,7 +233,7 @@ def h_post_bda_bwd_kernel(
 ):
     """A program owns a token. RES, RESIDUAL and POST are n where those gradients are wanted, else 0."""
     FULL = C % (BLOCK * GROUP) == 0
-    token = ct.astype(ct.bid(0), ct.int64)
+    token = first + ct.bid(0)
     grad, residual, x, bias = (
         grad_.get_raw_memory(),
         residual_.get_raw_memory(),
@@ -524,8 +526,8 @@ def h_post_bda_fwd(
     bias = bias.contiguous() if bias is not None else None
     rows = _fwd_rows(n, width, residual.element_size(), seed is not None)
     align = alignment(width, residual_stride, residual_stream_stride, x_stride)
-    _fwd(
-        (count,),
+    _fwd.by_token(
+        count,
         (residual, x, h_res, h_post, bias, seed, out),
         (
             residual_stride,
@@ -576,8 +578,8 @@ def h_post_bda_bwd(
     flags = (bias is not None, seed is not None, *wanted, g_x is not None)
     reads = (grad, residual, x, h_res, h_post, bias, seed)
     if g_bias is None:
-        _bwd(
-            (count,),
+        _bwd.by_token(
+            count,
             (*reads, g_h_res, g_residual, g_h_post, g_x, None),
             (*strides, *_dropout(dropout_p)),
             (n, width, rows.block, rows.group, vector, align, *flags),

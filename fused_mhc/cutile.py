@@ -118,13 +118,14 @@ def compiler_path() -> str | None:
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """The environment in which cuTile's compiler is run."""
-    try:
-        clean = not find_compiler().own_toolkit
-    except (FileNotFoundError, ImportError):
-        clean = True
-    with env.without_cuda_paths() if clean else contextlib.nullcontext():
-        yield
+    """The environment in which cuTile's compiler is run; the process's own, so one thread at a time."""
+    with _LOCK:
+        try:
+            clean = not find_compiler().own_toolkit
+        except (FileNotFoundError, ImportError):
+            clean = True
+        with env.without_cuda_paths() if clean else contextlib.nullcontext():
+            yield
 
 
 def compile_kernel(kernel: Any, signature: Any, arch: str) -> bytes:
@@ -140,7 +141,7 @@ def compile_kernel(kernel: Any, signature: Any, arch: str) -> bytes:
     """
     compilation: Any = importlib.import_module("cuda.tile.compilation")
     file = io.BytesIO()
-    with _LOCK, compiling(), warnings.catch_warnings():
+    with compiling(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         compilation.export_kernel(kernel, [signature], file, gpu_code=arch, output_format="cubin")
     return file.getvalue()

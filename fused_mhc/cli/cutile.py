@@ -54,10 +54,10 @@ def _check(archs: list[str]) -> None:
 
 
 @functools.lru_cache(maxsize=None)
-def _launches(streams: int) -> list[Launch]:
+def _launches(streams: int, arch: str) -> list[Launch]:
     from ..ops._cutile_compile import Shape, collect
 
-    return collect(Shape(n=streams))
+    return collect(Shape(n=streams), arch)
 
 
 def _compile(task: tuple[int, int, str]) -> tuple[int, str]:
@@ -66,7 +66,7 @@ def _compile(task: tuple[int, int, str]) -> tuple[int, str]:
     from ..ops._cutile_compile import cubin
 
     try:
-        return len(cubin(_launches(streams)[index], arch)), ""
+        return len(cubin(_launches(streams, arch)[index], arch)), ""
     except Exception as error:  # noqa: BLE001  # whatever the compiler's front end raises is the answer
         return 0, " ".join(f"{type(error).__name__}: {error}".split())
 
@@ -109,14 +109,13 @@ def compile_cutile_command(
     """
     archs = list(dict.fromkeys(arch or ARCHITECTURES))
     _check(archs)
-    launches = _launches(streams)
-    pairs = [(index, name) for name in archs for index in range(len(launches))]
+    pairs = [(index, name) for name in archs for index in range(len(_launches(streams, name)))]
     processes = min(len(pairs), jobs or os.cpu_count() or 1)
     rows: list[dict[str, Any]] = []
     failed: list[str] = []
     tasks = [(streams, index, name) for index, name in pairs]
     for (index, name), (size, error) in zip(pairs, _results(tasks, processes), strict=True):
-        launch = launches[index]
+        launch = _launches(streams, name)[index]
         if error:
             failed.append(f"{launch.op} {launch.kernel} for {name}: {error}")
         else:

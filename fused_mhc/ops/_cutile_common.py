@@ -23,11 +23,13 @@ import torch
 from torch import Tensor
 
 from .. import cutile
+from ..device import device_info
 
 __all__ = [
     "WARPS",
     "Launcher",
     "Whole",
+    "architecture",
     "dot_sums",
     "intercept",
     "kernel",
@@ -200,18 +202,25 @@ def _launch(
 
 
 _execute: Execute = _launch
+_arch: str | None = None
 
 
 @contextlib.contextmanager
-def intercept(execute: Execute) -> Iterator[None]:
-    """Hand every launch to ``execute`` instead of the device: ``fused-mhc compile-cutile`` collects what the hosts
-    launch, and tests run it on the CPU."""
-    global _execute  # noqa: PLW0603  # one place that launches
-    before, _execute = _execute, execute
+def intercept(execute: Execute, arch: str = "sm_90") -> Iterator[None]:
+    """Hand every launch to ``execute`` instead of the device, with the tiles of ``arch``: ``fused-mhc compile-cutile``
+    collects what the hosts launch, and tests run it on the CPU."""
+    global _execute, _arch  # one place that launches
+    before = _execute, _arch
+    _execute, _arch = execute, arch
     try:
         yield
     finally:
-        _execute = before
+        _execute, _arch = before
+
+
+def architecture(device: torch.device) -> str:
+    """What the kernels of ``device`` are compiled for."""
+    return _arch or device_info(device).arch
 
 
 class Launcher:

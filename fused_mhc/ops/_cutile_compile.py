@@ -48,6 +48,7 @@ class Launch:
         function: the kernel.
         signature: what it is compiled for.
         key: equal for launches that compile to the same.
+        label: the way of calling.
     """
 
     op: str
@@ -55,6 +56,7 @@ class Launch:
     function: Any = field(compare=False)
     signature: Any = field(compare=False)
     key: tuple[Any, ...]
+    label: str = ""
 
 
 def _array(t: Tensor | common.Whole) -> compilation.ArrayConstraint:
@@ -98,14 +100,19 @@ class _Recorder:
         types = tuple(map(_array, tensors)), tuple(map(type, numbers)), tuple(constants)
         key = (self.folder, function._pyfunc.__name__, *types)
         if key not in self.found:
-            name = key[1] + (f"[{self.label}]" if self.label else "")
-            self.found[key] = Launch(self.folder, name, function, signature(*types), key)
+            same = sum(
+                launch.key[:2] == key[:2] and launch.label == self.label for launch in self.found.values()
+            )
+            ways = [self.label] * bool(self.label) + [str(same + 1)] * bool(same)
+            name = key[1] + (f"[{', '.join(ways)}]" if ways else "")
+            self.found[key] = Launch(self.folder, name, function, signature(*types), key, self.label)
 
 
-def collect(shape: Shape) -> list[Launch]:
-    """Every kernel, once for each set of types and constants that a forward and a full backward launch it with."""
+def collect(shape: Shape, arch: str = "sm_90") -> list[Launch]:
+    """Every kernel, once for each set of types and constants that a forward and a full backward launch it with on
+    ``arch``."""
     recorder = _Recorder()
-    with common.intercept(recorder):
+    with common.intercept(recorder, arch):
         for op, folder in OPERATIONS.items():
             name = f"fused_mhc.ops.{folder}._cutile"
             if importlib.util.find_spec(name):

@@ -23,6 +23,7 @@ from torch import Tensor
 from .._cutile_common import (
     WARPS,
     Launcher,
+    architecture,
     dot_sums,
     kernel,
     lane_dots,
@@ -495,12 +496,12 @@ def _fwd_rows(n: int, width: int, itemsize: int, drop: bool) -> RowConfig:
     return row_candidates(width, itemsize, n + 1, 1 if drop else 80 if n <= 5 else 48, WARPS)[0]
 
 
-def _bwd_rows(n: int, width: int, itemsize: int, bias: bool, drop: bool) -> RowConfig:
+def _bwd_rows(n: int, width: int, itemsize: int, bias: bool, drop: bool, arch: str) -> RowConfig:
     """The n*n + n dot products take registers, beside the loads and their fp32 values. With ``bias`` a program keeps to
     one group of columns, whose fp32 sums lie in registers, where the rest leaves some."""
     rows = row_candidates(width, itemsize, 2 * n + 1, 1, WARPS)[0]
     blocks = -(-width // rows.block)
-    most = 4 if n <= 4 and not drop else 1
+    most = 1 if n > 4 or drop else 4 if arch == "sm_90" else 2
     return replace(rows, group=min(blocks, most)) if bias else rows
 
 
@@ -568,7 +569,9 @@ def h_post_bda_bwd(
     h_res, h_res_stride = flatten(h_res, 2, dense=True)
     h_post, h_post_stride = flatten(h_post, 1)
     bias = bias.contiguous() if bias is not None else None
-    rows = _bwd_rows(n, width, residual.element_size(), g_bias is not None, seed is not None)
+    rows = _bwd_rows(
+        n, width, residual.element_size(), g_bias is not None, seed is not None, architecture(x.device)
+    )
     stream_strides = (grad.stride(-2), residual.stride(-2))
     align = alignment(width, grad_stride, residual_stride, x_stride, *stream_strides)
     strides = (grad_stride, stream_strides[0], residual_stride, stream_strides[1], x_stride)

@@ -12,9 +12,9 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from .._cutile_common import Launcher, Whole, kernel, widen
+from .._cutile_common import Launcher, Whole, architecture, kernel, widen
 from . import config as tiles
-from ._cutile_fwd import projected_columns, row_spans, rows_of
+from ._cutile_fwd import projected_columns, row_spans, rows_of, warp_groups
 from ._cutile_tiles import PARTS, part
 
 __all__ = ["GradParts", "add_all_shares", "g_parts", "parts_for", "project_bwd"]
@@ -110,7 +110,7 @@ def project_bwd_kernel(
     NEEDS_X: ct.Constant[bool],
     NEEDS_W: ct.Constant[bool],
 ):
-    """Two programs share a multiprocessor: for bf16 x and up to 32 columns, which fill half of its registers."""
+    """Two programs share a multiprocessor: for bf16 x and up to 64 columns, which fill half of its registers."""
     _project_bwd_body(
         x_,
         weight_,
@@ -315,8 +315,10 @@ def project_bwd(
     shares = torch.empty((chunks, size, width), dtype=torch.float32, device=x.device) if needs_w else None
     rows, most = rows_of(x)
     out = rows if g_x is None else g_x.view(count, width)
-    small = grad.columns <= 32 and x.dtype is torch.bfloat16
-    block = 128 if grad.columns <= 32 else 64
+    small = grad.columns <= 64 and x.dtype is torch.bfloat16
+    tokens, block = (64, 128) if grad.columns <= 32 else (128, 64) if small else (64, 64)
+    if not warp_groups(architecture(x.device)):
+        tokens, block = 32, 64
     matrix = weight.contiguous()
     for first, last in row_spans(
         count, min(most, max(tiles.CHUNK, 2**31 // width // tiles.CHUNK * tiles.CHUNK))
@@ -335,7 +337,7 @@ def project_bwd(
             (
                 grad.columns,
                 tiles.CHUNK,
-                64,
+                tokens,
                 block,
                 grad.parts.shape[1],
                 PARTS[x.dtype],

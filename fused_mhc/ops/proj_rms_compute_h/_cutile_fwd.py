@@ -13,12 +13,12 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from .._cutile_common import Launcher, Whole, kernel, widen
+from .._cutile_common import Launcher, Whole, architecture, kernel, widen
 from .._strides import flatten
 from . import config as tiles
 from ._cutile_tiles import ORDER, PARTS, part
 
-__all__ = ["project", "projected_columns", "row_spans", "rows_of"]
+__all__ = ["project", "projected_columns", "row_spans", "rows_of", "warp_groups"]
 
 #: Elements of K that a program of the weight's splitting takes.
 _SPLIT = 1024
@@ -135,8 +135,15 @@ def projected_columns(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def _tokens(columns: int, x_parts: int) -> int:
+def warp_groups(arch: str) -> bool:
+    """The tensor cores take their operands from memory (Hopper, and Blackwell for servers), which leaves registers."""
+    return arch in ("sm_90", "sm_100", "sm_103")
+
+
+def _tokens(columns: int, x_parts: int, arch: str) -> int:
     """Tokens in a program: many, for every one of them reads the weight; fewer where registers fill up."""
+    if not warp_groups(arch):
+        return 64
     return 256 if columns <= 32 and x_parts == 1 else 128
 
 
@@ -188,7 +195,7 @@ def project(x: Tensor, weight: Tensor, precision: str) -> tuple[Tensor, Tensor, 
         (w_parts,),
     )
     columns = projected_columns(size)
-    tokens = _tokens(columns, x_parts)
+    tokens = _tokens(columns, x_parts, architecture(device))
     ratio = tiles.SLICE // tiles.STEP
     slices = tiles.slices_per_program(-(-count // tokens), -(-width // tiles.GROUP))
     partials = -(-steps // (slices * ratio))

@@ -18,6 +18,7 @@ from ._megakernel_tiles import (
     load_inputs,
     load_pre,
     row_mask,
+    stages,
     store_sums,
     tile_mask,
     zero_sums,
@@ -101,7 +102,7 @@ def rms_norm_grad_task(
             pre = load_pre(b, rows, inside, n, ENTRY)
             rstd = load_column(b.mixed_rstd, rows, inside)
             total = tl.zeros((ROWS, WIDTH), tl.float32)
-            for column in range(0, C, WIDTH):
+            for column in tl.range(0, C, WIDTH, num_stages=stages(n, b.new_residual.dtype.element_ty)):
                 columns, mask = tile_mask(inside, column, C, WIDTH)
                 new = load_streams(b.new_residual, C, rows[:, None] * (n * C) + columns, mask, n)
                 _, g_normed = weighted_grad(b, rows, columns, mask, C)
@@ -109,7 +110,7 @@ def rms_norm_grad_task(
             mean = tl.sum(total, axis=1)[:, None] / C
             if b.partial_norm_weight is not None:
                 tl.debug_barrier()  # the rows before have left their part of the sum
-            for column in range(0, C, WIDTH):
+            for column in tl.range(0, C, WIDTH, num_stages=stages(n, b.new_residual.dtype.element_ty)):
                 columns, mask = tile_mask(inside, column, C, WIDTH)
                 new = load_streams(b.new_residual, C, rows[:, None] * (n * C) + columns, mask, n)
                 grad, g_normed = weighted_grad(b, rows, columns, mask, C)
@@ -129,7 +130,7 @@ def prev_a_task(b, start, stop, n: tl.constexpr, C: tl.constexpr, ROWS: tl.const
             rows, inside = row_mask(first, stop, ROWS)
             sums = zero_sums(n, ROWS, WIDTH)
             if b.g_block_input is not None:
-                for column in range(0, C, WIDTH):
+                for column in tl.range(0, C, WIDTH, num_stages=stages(n, b.new_residual.dtype.element_ty)):
                     columns, mask = tile_mask(inside, column, C, WIDTH)
                     g_mixed = load_masked(b.g_mixed + rows[:, None] * C + columns, mask)
                     new = load_streams(b.new_residual, C, rows[:, None] * (n * C) + columns, mask, n)
@@ -381,7 +382,7 @@ def prev_x_task(
         pre = load_pre(b, rows, inside, n, ENTRY)
         coefficient = load_column(b.coefficient, rows, inside)
         sums = zero_sums(n + n * n, ROWS, WIDTH)
-        for column in range(0, C, WIDTH):
+        for column in tl.range(0, C, WIDTH, num_stages=stages(n, b.new_residual.dtype.element_ty)):
             columns, mask = tile_mask(inside, column, C, WIDTH)
             at = rows[:, None] * (n * C) + columns
             new = load_streams(b.new_residual, C, at, mask, n)

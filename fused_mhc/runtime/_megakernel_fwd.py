@@ -24,6 +24,7 @@ from ._megakernel_tiles import (
     load_pre,
     make_new,
     row_mask,
+    stages,
     store_column,
     tile_mask,
 )
@@ -57,7 +58,7 @@ def post_task(
     for first in range(start, stop, ROWS):
         rows, inside = row_mask(first, stop, ROWS)
         mixing, post = load_inputs(b, rows, inside, n, ENTRY)
-        for column in range(0, C, WIDTH):
+        for column in tl.range(0, C, WIDTH, num_stages=stages(n, b.new_residual.dtype.element_ty)):
             columns, mask = tile_mask(inside, column, C, WIDTH)
             _, _, new = make_new(b, mixing, post, rows, columns, mask, stride, stream_stride, n, C, ENTRY)
             for j in tl.static_range(n):
@@ -73,7 +74,7 @@ def norm_cast_task(
     for first in range(start, stop, ROWS):
         rows, inside = row_mask(first, stop, ROWS)
         square = tl.zeros((ROWS, WIDTH), tl.float32)
-        for column in range(0, K, WIDTH):
+        for column in tl.range(0, K, WIDTH, num_stages=stages(n, b.new_residual.dtype.element_ty)):
             columns, mask = tile_mask(inside, column, K, WIDTH)
             new = tl.load(b.new_residual + rows[:, None] * K + columns, mask=mask, other=0.0)
             tl.store(b.staged + (rows - start + slot_start)[:, None] * K + columns, new, mask=mask)
@@ -146,7 +147,7 @@ def input_mix_task(
     for first in range(start, stop, ROWS):
         rows, inside = row_mask(first, stop, ROWS)
         pre = load_pre(b, rows, inside, n, ENTRY)
-        for column in range(0, C, WIDTH):
+        for column in tl.range(0, C, WIDTH, num_stages=stages(n, b.new_residual.dtype.element_ty)):
             columns, mask = tile_mask(inside, column, C, WIDTH)
             new = load_streams(b.new_residual, C, rows[:, None] * (n * C) + columns, mask, n)
             tl.store(b.mixed + rows[:, None] * C + columns, collapse(new, pre, n, ENTRY), mask=mask)
@@ -167,13 +168,13 @@ def rms_norm_task(b, start, stop, norm_eps, C: tl.constexpr, ROWS: tl.constexpr,
     for first in range(start, stop, ROWS):
         rows, inside = row_mask(first, stop, ROWS)
         square = tl.zeros((ROWS, WIDTH), tl.float32)
-        for column in range(0, C, WIDTH):
+        for column in tl.range(0, C, WIDTH, num_stages=stages(1, b.mixed.dtype.element_ty)):
             columns, mask = tile_mask(inside, column, C, WIDTH)
             mixed = load_masked(b.mixed + rows[:, None] * C + columns, mask)
             square = tl.fma(mixed, mixed, square)
         rstd, _ = rms_tile(tl.sum(square, axis=1)[:, None], tl.full((), C, tl.int64), norm_eps, True)
         store_column(b.mixed_rstd, rows, inside, rstd)
-        for column in range(0, C, WIDTH):
+        for column in tl.range(0, C, WIDTH, num_stages=stages(1, b.mixed.dtype.element_ty)):
             columns, mask = tile_mask(inside, column, C, WIDTH)
             mixed = load_masked(b.mixed + rows[:, None] * C + columns, mask)
             store_normed(b, mixed, rstd, rows, columns, mask, C)
@@ -200,7 +201,7 @@ def post_mix_norm_task(
         pre = load_pre(b, rows, inside, n, ENTRY)
         square = tl.zeros((ROWS, WIDTH), tl.float32)
         mixed_square = tl.zeros((ROWS, WIDTH), tl.float32)
-        for column in range(0, C, WIDTH):
+        for column in tl.range(0, C, WIDTH, num_stages=stages(n, b.new_residual.dtype.element_ty)):
             columns, mask = tile_mask(inside, column, C, WIDTH)
             _, _, new = make_new(b, mixing, post, rows, columns, mask, stride, stream_stride, n, C, ENTRY)
             for j in tl.static_range(n):
@@ -213,7 +214,7 @@ def post_mix_norm_task(
         rstd, _ = rms_tile(tl.sum(mixed_square, axis=1)[:, None], tl.full((), C, tl.int64), norm_eps, True)
         store_column(b.mixed_rstd, rows, inside, rstd)
         tl.debug_barrier()  # the streams come back from memory, and another thread may have written them
-        for column in range(0, C, WIDTH):
+        for column in tl.range(0, C, WIDTH, num_stages=stages(n, b.new_residual.dtype.element_ty)):
             columns, mask = tile_mask(inside, column, C, WIDTH)
             new = load_streams(b.new_residual, C, rows[:, None] * (n * C) + columns, mask, n)
             store_normed(b, collapse(new, pre, n, ENTRY), rstd, rows, columns, mask, C)

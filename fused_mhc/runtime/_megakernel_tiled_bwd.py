@@ -28,6 +28,7 @@ from ._megakernel_tiles import (
     load_pre,
     make_new,
     row_mask,
+    stages,
     store_sums,
     tile_mask,
     zero_sums,
@@ -65,7 +66,7 @@ def norm_grad_task(
             sums = zero_sums(SUMS, ROWS, WIDTH)
             if b.partial_norm_weight is not None:
                 tl.debug_barrier()  # the rows before have left their part of the sum
-            for column in range(begin, end, WIDTH):
+            for column in tl.range(begin, end, WIDTH, num_stages=stages(n, b.new_residual.dtype.element_ty)):
                 columns, mask = tile_mask(inside, column, end, WIDTH)
                 _, _, new = make_new(b, mixing, post, rows, columns, mask, stride, stream_stride, n, C, False)
                 mixed = collapse(new, pre, n, False)
@@ -141,7 +142,7 @@ def post_grad_task(
             rstd = load_column(b.mixed_rstd, rows, inside)
             mean = add_dots_of_parts(b.norm_dots, rows, inside, count, 2 * n + 1, 1, 1, PARTS) * rstd / C
         sums = zero_sums(DOTS, ROWS, WIDTH)
-        for column in range(begin, end, WIDTH):
+        for column in tl.range(begin, end, WIDTH, num_stages=stages(n, b.new_residual.dtype.element_ty)):
             columns, mask = tile_mask(inside, column, end, WIDTH)
             streams, output, new = make_new(
                 b, mixing, post, rows, columns, mask, stride, stream_stride, n, C, False

@@ -25,6 +25,7 @@ __all__ = [
     "load_pre",
     "make_new",
     "row_mask",
+    "stages",
     "store_column",
     "store_sums",
     "tile_mask",
@@ -80,6 +81,13 @@ class Buffers(NamedTuple):
     partial_alpha: Any = None
     partial_bias: Any = None
     partial_phi: Any = None
+
+
+@triton.constexpr_function
+def stages(n, stream):
+    """Stages of a body's walk over columns (tiles to come are on their way to shared memory meanwhile), as far as
+    shared memory goes; ``stream``: the streams' dtype in Triton."""
+    return 3 if n * stream.primitive_bitwidth <= 64 else 1
 
 
 @triton.jit

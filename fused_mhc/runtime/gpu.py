@@ -39,7 +39,7 @@ __all__ = ["DEFAULT_BUDGET", "GpuExecutor", "check_launches", "resident_blocks"]
 DEFAULT_BUDGET = 1 << 24
 #: Elements that a worker clears or adds up at once.
 _BLOCK = 1024
-_NUM_WARPS, _NUM_STAGES = 8, 2
+_NUM_WARPS = 8
 _GRAPHS = ("mega_mhc", "mega_mhc_grad", "tiled", "tiled_grad")
 _STATE = ("previous_output", "previous_pre_mix", "previous_post_mix", "previous_residual_mix")
 _STATE_GRADS = ("g_residual", "g_previous_output", "g_previous_post_mix", "g_previous_residual_mix")
@@ -50,7 +50,7 @@ _COMPUTE = ("u", "logits", "mixed_rstd")
 @dataclass(frozen=True)
 class _Tiles:
     """Rows and columns that a body walks at a time. They depend on the graph, n and C, so the bits of a token do not
-    depend on T."""
+    depend on T. ``stages`` of the products' walks, as far as shared memory goes, changes no bit."""
 
     rows: int
     width: int
@@ -58,21 +58,23 @@ class _Tiles:
     cube_width: int
     mapping_rows: int
     step: int
+    stages: int
 
 
 def _choose_tiles(program: Program) -> _Tiles:
     geometry = program.geometry
     n, width = geometry["num_streams"], geometry["hidden_size"]
     widest = max(16, triton.next_power_of_2(width))
+    ahead = 3 if n * DTYPES[program.buffer("new_residual").dtype].itemsize <= 8 else 2
     if program.graph == "tiled":
         step = 64 if geometry["part_width"] % 64 == 0 else 32
-        return _Tiles(8, min(256, widest), 64, 64, 32, step)
+        return _Tiles(8, min(256, widest), 64, 64, 32, step, ahead)
     narrow = 64 if n <= 4 else 32
     if program.graph == "tiled_grad":
         cube = min(narrow, 64 if geometry["phi_width"] % 64 == 0 else 32)
         vector = min(narrow, 64 if geometry["part_width"] % 64 == 0 else 32)
-        return _Tiles(32, min(vector, widest), 32, cube, 32, 64)
-    return _Tiles(32, min(narrow, widest), 64, 64, 32, 64)
+        return _Tiles(32, min(vector, widest), 32, cube, 32, 64, ahead)
+    return _Tiles(32, min(narrow, widest), 64, 64, 32, 64, ahead)
 
 
 def resident_blocks(compiled: Any, num_warps: int, device: torch.device) -> int:
@@ -391,7 +393,7 @@ class GpuExecutor:
             session.add(self._recorded(records, tally, session))
 
     def _start(self, args: tuple[Any, ...], constants: tuple[Any, ...]) -> None:
-        options = {"num_warps": _NUM_WARPS, "num_stages": _NUM_STAGES, "enable_fp_fusion": False}
+        options = {"num_warps": _NUM_WARPS, "num_stages": self._tiles.stages, "enable_fp_fusion": False}
         if INTERPRETING.value:
             megakernel[(1,)](*args, *constants, **options)
             return

@@ -18,7 +18,7 @@ from fused_mhc.testing.inputs import CATALOGUE, Shape, make_tensors
 from fused_mhc.testing.verify import SHAPES, VerifyCase, forced, run_case
 
 DEVICE = torch.device("cuda", 0)
-REASON = cutile.why_not(DEVICE)
+REASON = cutile.why_not(DEVICE) if torch.cuda.is_available() else "no GPU"
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"cuTile does not run here: {REASON}")
 
 OPS = ("sinkhorn", "h_aggregate", "h_post_bda", "proj_rms_compute_h")

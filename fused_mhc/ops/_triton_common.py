@@ -36,6 +36,7 @@ __all__ = [
     "flatten",
     "lane_dots",
     "lane_zeros",
+    "last_first",
     "load_columns",
     "load_scalars",
     "load_streams",
@@ -119,6 +120,14 @@ def elements(stride, ALIGN: tl.constexpr):
     """A stride in elements, 64-bit, from one in units of ALIGN. (The interpreter gives a number no more bits than its
     value needs.)"""
     return tl.cast(stride, tl.int64) * ALIGN
+
+
+@triton.jit
+def last_first():
+    """This program's place from the end: the kernels that walk streams by themselves go from the last token to the
+    first, the projections beside them from the first to the last, so each finds in the L2 cache what the one before it
+    has read or written last."""
+    return (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from .._triton_common import (
     flatten,
     lane_dots,
     lane_zeros,
+    last_first,
     load_columns,
     load_scalars,
     load_streams,
@@ -43,13 +44,6 @@ def aggregate_tile(streams, weights, n: tl.constexpr):
     return total
 
 
-@triton.jit
-def last_first(program, programs):
-    """Tokens from the last to the first: the operation before this one (projection, residual update) went through the
-    same streams from the first to the last, and what it read last is still in the L2 cache."""
-    return (programs - 1 - program).to(tl.int64)
-
-
 @triton.jit(do_not_specialize=["x_stride", "x_stream_stride", "h_stride"])
 def h_aggregate_fwd_kernel(
     x_ptr,
@@ -65,7 +59,7 @@ def h_aggregate_fwd_kernel(
     ALIGN: tl.constexpr,
 ):
     FULL: tl.constexpr = C % (BLOCK * GROUP) == 0
-    token = last_first(tl.program_id(0), tl.num_programs(0))
+    token = last_first()
     x_row = x_ptr + token * elements(x_stride, ALIGN)
     weights = load_scalars(h_ptr + token * h_stride, n)
     for start in range(0, C, BLOCK * GROUP):
@@ -100,7 +94,7 @@ def h_aggregate_bwd_kernel(
     WRITE: tl.constexpr = g_x_ptr is not None
     DOTS: tl.constexpr = n if g_h_ptr is not None else 0
     FULL: tl.constexpr = C % (BLOCK * GROUP) == 0
-    token = last_first(tl.program_id(0), tl.num_programs(0))
+    token = last_first()
     grad_row = grad_ptr + token * elements(grad_stride, ALIGN)
     x_row = x_ptr + token * elements(x_stride, ALIGN)
     weights = load_scalars(h_ptr + token * h_stride, n if WRITE else 0)

@@ -28,6 +28,7 @@ from .._triton_common import (
     flatten,
     lane_dots,
     lane_zeros,
+    last_first,
     load_columns,
     load_scalars,
     load_streams,
@@ -189,7 +190,7 @@ def h_post_bda_fwd_kernel(
 ):
     DROP: tl.constexpr = seed_ptr is not None
     FULL: tl.constexpr = C % (BLOCK * GROUP) == 0
-    token = tl.program_id(0).to(tl.int64)
+    token = last_first()
     residual_row = residual_ptr + token * elements(residual_stride, ALIGN)
     x_row = x_ptr + token * elements(x_stride, ALIGN)
     h_res_row = h_res_ptr + token * h_res_stride
@@ -354,7 +355,7 @@ def h_post_bda_bwd_kernel(
     SPAN: tl.constexpr = BLOCK * GROUP
     FULL: tl.constexpr = C % SPAN == 0
     LANES: tl.constexpr = BLOCK // VECTOR
-    chunk = tl.program_id(0).to(tl.int64)
+    chunk = last_first()
     grad_stream = elements(grad_stream_stride, ALIGN)
     residual_stream = elements(residual_stream_stride, ALIGN)
     seed = tl.load(seed_ptr) if DROP else None

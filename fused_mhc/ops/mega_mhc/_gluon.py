@@ -545,7 +545,8 @@ def state_bwd_kernel(
     STAGES: gl.constexpr,
 ):
     PER: gl.constexpr = 2 * n + 2 + W_PARTS * n
-    row = gl.program_id(0) * TOKENS
+    # Last tokens first, like `last_first`: the pass before this one went from the first to the last.
+    row = (gl.num_programs(0) - 1 - gl.program_id(0)) * TOKENS
     tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES * PER, TOKENS, WIDTH], residual_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

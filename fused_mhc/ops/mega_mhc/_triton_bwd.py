@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._triton_common import Launcher, alignment, cast, store, widen
+from .._triton_common import Launcher, alignment, cast, last_first, store, widen
 from ..h_aggregate._triton import aggregate_tile
 from ..proj_rms_compute_h._triton_bwd import add_shares, g_parts
 from ..proj_rms_compute_h._triton_tiles import PARTS
@@ -289,7 +289,7 @@ def state_bwd_kernel(
         or g_post_ptr is not None
         or g_mixing_ptr is not None
     )
-    rows = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    rows = last_first() * TOKENS + tl.arange(0, TOKENS)
     row_mask = rows < count
     cols = tl.arange(0, COLUMNS)
     stream = tl.arange(0, SQUARE)

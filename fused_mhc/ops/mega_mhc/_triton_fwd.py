@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._triton_common import Launcher, alignment, flatten, widen
+from .._triton_common import Launcher, alignment, flatten, last_first, widen
 from ..proj_rms_compute_h._triton_fwd import project
 from ..proj_rms_compute_h._triton_tiles import alpha_columns, collect_tile, mapping_tile, part, rms_tile
 from ..sinkhorn._triton import sinkhorn_load_tile, sinkhorn_store_tile, sinkhorn_tile
@@ -87,7 +87,7 @@ def site_kernel(
 ):
     """One token: all of its columns. ``new_ptr`` is None at the exit."""
     site_row_tile(
-        tl.program_id(0).to(tl.int64),
+        last_first(),
         output_ptr,
         residual_ptr,
         pre_ptr,

@@ -157,3 +157,13 @@ def test_library_and_command_line_load_no_kernels() -> None:
         "assert not loaded, loaded\n"
         "assert not {'cuda.tile', 'matplotlib', 'fused_mhc.testing'} & set(sys.modules)"
     )
+
+
+def test_cutile_kernels_need_no_triton() -> None:
+    pytest.importorskip("cuda.tile")
+    files = [path.relative_to(PACKAGE.parent).with_suffix("") for path in PACKAGE.rglob("_cutile*.py")]
+    fresh(
+        "import importlib, sys\n"
+        f"for name in {['.'.join(path.parts) for path in files]}: importlib.import_module(name)\n"
+        "assert 'triton' not in sys.modules"
+    )

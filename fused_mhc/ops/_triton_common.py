@@ -1,5 +1,5 @@
-"""What the Triton kernels share: exact conversions, dots and stores that the interpreter gets right too, the
-flattening of strided token tensors, and a launch with little host cost.
+"""What the Triton kernels share: exact conversions, dots and stores that the interpreter gets right too, and a launch
+with little host cost.
 
 Kernel conventions of this package:
 
@@ -14,8 +14,6 @@ Kernel conventions of this package:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,12 +26,10 @@ from .. import env
 __all__ = [
     "INTERPRETING",
     "Launcher",
-    "alignment",
     "block_sums",
     "cast",
     "dot_bf16",
     "elements",
-    "flatten",
     "lane_dots",
     "lane_zeros",
     "last_first",
@@ -235,48 +231,6 @@ def block_sums(vectors, COUNT: tl.constexpr):
         if COUNT % 2 == 1:
             sums = sums + (tl.sum(vectors[COUNT - 1], 0),)
     return sums
-
-
-def flatten(t: Tensor, trailing: int, dense: bool = False) -> tuple[Tensor, int]:
-    """``t`` as rows of its last ``trailing`` dimensions, without a copy where one stride describes the rows.
-
-    Args:
-        t: any strides.
-        trailing: dimensions that make up a row.
-        dense: a row must be contiguous as a whole, not only along its last dimension.
-
-    Returns:
-        The tensor to read (``t`` itself, or a contiguous copy where the strides are not as asked) and the stride, in
-        elements, from one row to the next.
-    """
-    shape = t.shape
-    lead = len(shape) - trailing
-    if t.is_contiguous():
-        return t, math.prod(shape[lead:])
-    strides = t.stride()
-    if _steps_evenly(shape[lead:] if dense else shape[-1:], strides[lead:] if dense else strides[-1:], 1):
-        step = next(
-            (s for size, s in zip(reversed(shape[:lead]), reversed(strides[:lead]), strict=True) if size > 1),
-            0,
-        )
-        if _steps_evenly(shape[:lead], strides[:lead], step):
-            return t, step
-    return t.contiguous(), math.prod(shape[lead:])
-
-
-def _steps_evenly(shape: Sequence[int], strides: Sequence[int], step: int) -> bool:
-    """Walking these dimensions in order moves by ``step`` elements each time."""
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size > 1:
-            if stride != step:
-                return False
-            step *= size
-    return True
-
-
-def alignment(*elements: int) -> int:
-    """Largest power of two, at most 16, that divides every one of these strides and widths (in elements)."""
-    return math.gcd(16, *elements)
 
 
 class Launcher:

@@ -19,7 +19,8 @@ from torch import Tensor
 from fused_mhc import profiler
 from fused_mhc.device import device_info
 from fused_mhc.errors import BackendError, InputError, ScheduleError
-from fused_mhc.ops._triton_common import INTERPRETING, alignment
+from fused_mhc.ops._strides import alignment
+from fused_mhc.ops._triton_common import INTERPRETING
 from fused_mhc.ops.proj_rms_compute_h._triton_bwd import g_parts
 from fused_mhc.ops.proj_rms_compute_h._triton_tiles import ORDER, PARTS
 from fused_mhc.ops.proj_rms_compute_h.config import SLICE, columns

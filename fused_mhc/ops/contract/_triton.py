@@ -7,16 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._triton_common import (
-    Launcher,
-    alignment,
-    elements,
-    flatten,
-    load_columns,
-    load_streams,
-    store_columns,
-    widen,
-)
+from .._strides import alignment, flatten
+from .._triton_common import Launcher, elements, load_columns, load_streams, store_columns, widen
 from ._triton_learned import learned_output_contract_bwd, learned_output_contract_fwd
 
 __all__ = [

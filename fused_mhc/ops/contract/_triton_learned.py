@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._triton_common import Launcher, alignment, flatten, sigmoid, store, widen
+from .._strides import alignment, flatten
+from .._triton_common import Launcher, sigmoid, store, widen
 from ..proj_rms_compute_h._triton_bwd import add_all_shares, g_parts, parts_for, project_bwd
 from ..proj_rms_compute_h._triton_fwd import project
 from ..proj_rms_compute_h._triton_tiles import (

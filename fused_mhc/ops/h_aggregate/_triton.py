@@ -13,12 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._strides import alignment, flatten
 from .._triton_common import (
     Launcher,
-    alignment,
     block_sums,
     elements,
-    flatten,
     lane_dots,
     lane_zeros,
     last_first,

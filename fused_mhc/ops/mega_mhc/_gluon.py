@@ -29,7 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .._triton_common import Launcher, flatten
+from .._strides import flatten
+from .._triton_common import Launcher
 from ..proj_rms_compute_h._triton_tiles import PARTS, part
 from . import config as tiles
 

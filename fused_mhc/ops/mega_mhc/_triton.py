@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...device import device_info
-from .._triton_common import INTERPRETING, Launcher, flatten, store, widen
+from .._strides import flatten
+from .._triton_common import INTERPRETING, Launcher, store, widen
 from ..proj_rms_compute_h._triton_bwd import add_shares, g_parts
 from ..proj_rms_compute_h._triton_tiles import (
     alpha_columns,

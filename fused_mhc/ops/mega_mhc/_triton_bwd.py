@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._triton_common import Launcher, alignment, cast, last_first, store, widen
+from .._strides import alignment
+from .._triton_common import Launcher, cast, last_first, store, widen
 from ..h_aggregate._triton import aggregate_tile
 from ..proj_rms_compute_h._triton_bwd import add_shares, g_parts
 from ..proj_rms_compute_h._triton_tiles import PARTS

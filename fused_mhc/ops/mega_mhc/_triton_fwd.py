@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._triton_common import Launcher, alignment, flatten, last_first, widen
+from .._strides import alignment, flatten
+from .._triton_common import Launcher, last_first, widen
 from ..proj_rms_compute_h._triton_fwd import project
 from ..proj_rms_compute_h._triton_tiles import alpha_columns, collect_tile, mapping_tile, part, rms_tile
 from ..sinkhorn._triton import sinkhorn_load_tile, sinkhorn_store_tile, sinkhorn_tile

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._triton_common import Launcher, flatten, widen
+from .._strides import flatten
+from .._triton_common import Launcher, widen
 from ..h_aggregate._triton import h_aggregate_bwd
 from ..proj_rms_compute_h._triton_bwd import add_all_shares, g_parts, parts_for, project_bwd
 from ..proj_rms_compute_h._triton_tiles import (

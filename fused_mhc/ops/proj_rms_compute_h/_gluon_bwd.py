@@ -23,7 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .._triton_common import Launcher, alignment
+from .._strides import alignment
+from .._triton_common import Launcher
 from . import config as tiles
 from ._gluon_tma import COLUMNS, load_tile, store_tile, thread_barrier, tiles_of
 

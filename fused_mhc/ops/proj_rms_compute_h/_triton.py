@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._triton_common import Launcher, flatten, widen
+from .._strides import flatten
+from .._triton_common import Launcher, widen
 from . import config as tiles
 from ._triton_bwd import add_all_shares, g_parts, padded, parts_for, project_bwd
 from ._triton_fwd import project

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._triton_common import Launcher, alignment, flatten, store, widen
+from .._strides import alignment, flatten
+from .._triton_common import Launcher, store, widen
 from . import config as tiles
 from ._triton_fwd import config_for, hopper, runs_gluon, tma_rows
 from ._triton_tiles import PARTS, project_bwd_tile

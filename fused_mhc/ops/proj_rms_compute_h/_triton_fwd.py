@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...device import device_info
-from .._triton_common import INTERPRETING, Launcher, alignment, flatten
+from .._strides import alignment, flatten
+from .._triton_common import INTERPRETING, Launcher
 from .._tuning import tuned
 from . import config as tiles
 from ._triton_tiles import ORDER, PARTS, part, project_tile

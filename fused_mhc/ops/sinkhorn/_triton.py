@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._triton_common import Launcher, alignment, elements, flatten, reciprocal, store, unpack, widen
+from .._strides import alignment, flatten
+from .._triton_common import Launcher, elements, reciprocal, store, unpack, widen
 from .._tuning import tuned
 from .config import MAX_REGISTER_STREAMS, MAX_REGISTER_STREAMS_BWD, candidates, heuristic
 

@@ -31,7 +31,7 @@ from .._triton_common import (
 from .._tuning import tuned
 from .config import candidates, heuristic
 
-__all__ = ["aggregate_tile", "h_aggregate_bwd", "h_aggregate_fwd"]
+__all__ = ["aggregate_row", "aggregate_tile", "h_aggregate_bwd", "h_aggregate_fwd"]
 
 
 @triton.jit
@@ -41,6 +41,30 @@ def aggregate_tile(streams, weights, n: tl.constexpr):
     for i in tl.static_range(1, n):
         total = total + weights[i] * widen(streams[i])
     return total
+
+
+@triton.jit
+def aggregate_row(
+    x_row,
+    x_stream_stride,
+    out_row,
+    weights,
+    n: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """All columns of a token; the loads of a group of them come before its first store."""
+    FULL: tl.constexpr = C % (BLOCK * GROUP) == 0
+    for start in range(0, C, BLOCK * GROUP):
+        streams = ()
+        for k in tl.static_range(GROUP):
+            columns = start + k * BLOCK + tl.arange(0, BLOCK)
+            streams = streams + load_streams(x_row, x_stream_stride, columns, n, C, FULL)
+        for k in tl.static_range(GROUP):
+            columns = start + k * BLOCK + tl.arange(0, BLOCK)
+            value = aggregate_tile(streams[k * n : k * n + n], weights, n)
+            store_columns(out_row, columns, value, C, FULL)
 
 
 @triton.jit(do_not_specialize=["x_stride", "x_stream_stride", "h_stride"])
@@ -57,19 +81,10 @@ def h_aggregate_fwd_kernel(
     GROUP: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    FULL: tl.constexpr = C % (BLOCK * GROUP) == 0
     token = last_first()
-    x_row = x_ptr + token * elements(x_stride, ALIGN)
     weights = load_scalars(h_ptr + token * h_stride, n)
-    for start in range(0, C, BLOCK * GROUP):
-        streams = ()
-        for k in tl.static_range(GROUP):
-            columns = start + k * BLOCK + tl.arange(0, BLOCK)
-            streams = streams + load_streams(x_row, elements(x_stream_stride, ALIGN), columns, n, C, FULL)
-        for k in tl.static_range(GROUP):
-            columns = start + k * BLOCK + tl.arange(0, BLOCK)
-            value = aggregate_tile(streams[k * n : k * n + n], weights, n)
-            store_columns(out_ptr + token * C, columns, value, C, FULL)
+    x_row = x_ptr + token * elements(x_stride, ALIGN)
+    aggregate_row(x_row, elements(x_stream_stride, ALIGN), out_ptr + token * C, weights, n, C, BLOCK, GROUP)
 
 
 @triton.jit(do_not_specialize=["grad_stride", "x_stride", "x_stream_stride", "h_stride"])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .._strides import alignment, flatten
 from .._triton_common import Launcher, last_first, widen
-from ..proj_rms_compute_h._triton_fwd import project
+from ..proj_rms_compute_h._triton_fwd import SPLIT_BLOCK, empty_parts, project, split_weight_tile
 from ..proj_rms_compute_h._triton_tiles import alpha_columns, collect_tile, mapping_tile, part, rms_tile
 from ..sinkhorn._triton import sinkhorn_load_tile, sinkhorn_store_tile, sinkhorn_tile
 from . import config as tiles
@@ -60,6 +60,10 @@ def split_kernel(
         "stride_post",
         "stride_mixing",
         "norm_eps",
+        "splits",
+        "size",
+        "part_rows",
+        "part_width",
     ]
 )
 def site_kernel(
@@ -72,6 +76,8 @@ def site_kernel(
     new_ptr,
     block_ptr,
     rstd_ptr,
+    phi_ptr,
+    parts_ptr,
     stride_output: tl.int64,
     stride_residual: tl.int64,
     stream_stride: tl.int64,
@@ -79,38 +85,54 @@ def site_kernel(
     stride_post: tl.int64,
     stride_mixing: tl.int64,
     norm_eps: tl.float32,
+    splits: tl.int32,
+    size: tl.int32,
+    part_rows: tl.int32,
+    part_width: tl.int64,
     n: tl.constexpr,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
     KEEP: tl.constexpr,
     ENTRY: tl.constexpr,
     ALIGN: tl.constexpr,
+    W_PARTS: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    """One token: all of its columns. ``new_ptr`` is None at the exit."""
-    site_row_tile(
-        last_first(),
-        output_ptr,
-        residual_ptr,
-        pre_ptr,
-        post_ptr,
-        mixing_ptr,
-        norm_weight_ptr,
-        new_ptr,
-        block_ptr,
-        rstd_ptr,
-        stride_output * ALIGN,
-        stride_residual * ALIGN,
-        stream_stride * ALIGN,
-        stride_pre,
-        stride_post,
-        stride_mixing,
-        norm_eps,
-        n,
-        C,
-        BLOCK,
-        KEEP,
-        ENTRY,
-    )
+    """The first ``splits`` programs fill the parts of phi that the projection reads next, SPLIT columns each; every
+    other one makes one token: all of its columns. At the exit ``new_ptr`` is None and nothing is split."""
+    program = tl.program_id(0)
+    if program < splits:
+        if W_PARTS > 0:
+            row = program % part_rows
+            k = (program // part_rows).to(tl.int64) * SPLIT + tl.arange(0, SPLIT)
+            split_weight_tile(
+                phi_ptr, parts_ptr, row.to(tl.int64), part_rows, k, n * C, size, part_width, W_PARTS
+            )
+    else:
+        site_row_tile(
+            last_first(),
+            output_ptr,
+            residual_ptr,
+            pre_ptr,
+            post_ptr,
+            mixing_ptr,
+            norm_weight_ptr,
+            new_ptr,
+            block_ptr,
+            rstd_ptr,
+            stride_output * ALIGN,
+            stride_residual * ALIGN,
+            stream_stride * ALIGN,
+            stride_pre,
+            stride_post,
+            stride_mixing,
+            norm_eps,
+            n,
+            C,
+            BLOCK,
+            KEEP,
+            ENTRY,
+        )
 
 
 @triton.jit(do_not_specialize=["count", "width", "partials", "norm_eps", "hc_eps"])
@@ -230,22 +252,36 @@ def _run_site(
     norm_weight: Tensor | None,
     norm_eps: float,
     outs: tuple[Tensor | None, Tensor, Tensor],
+    phi: Tensor | None = None,
+    parts: Tensor | None = None,
 ) -> None:
-    """Steps 1 and 3; ``outs``: new residual (None: not wanted), block input, reciprocal rms."""
+    """Steps 1 and 3; ``outs``: new residual (None: not wanted), block input, reciprocal rms. ``parts``: of phi, filled
+    beside (they have nothing to wait for, and a launch of their own costs as much as they do)."""
     width = state.residual.shape[-1]
     chosen = tiles.heuristic(n, width)
     align = alignment(width)
+    size, part_rows, part_width, w_parts, splits = 0, 1, 0, 0, 0
+    if phi is not None and parts is not None:
+        size, phi = phi.shape[0], phi.contiguous()
+        w_parts, part_rows, part_width = parts.shape
+        splits = part_rows * triton.cdiv(part_width, SPLIT_BLOCK)
     _site(
-        (outs[2].numel(),),
+        (splits + outs[2].numel(),),
         (
             *state.tensors,
             None if norm_weight is None else aligned_rows(norm_weight, 1)[0],
             *outs,
+            phi,
+            parts,
             *(stride // align for stride in state.wide),
             *state.narrow,
             norm_eps,
+            splits,
+            size,
+            part_rows,
+            part_width,
         ),
-        (n, width, chosen.block, chosen.keep, state.output is None, align),
+        (n, width, chosen.block, chosen.keep, state.output is None, align, w_parts, SPLIT_BLOCK),
         chosen.num_warps,
     )
 
@@ -271,8 +307,9 @@ def _site_fwd(
     )
     count = rstd.numel()
     if count:
-        _run_site(state, n, norm_weight, norm_eps, (new_residual, block_input, rstd))
-        partial, square, per_group = project(new_residual.view(count, width), phi, "fp32")
+        parts = empty_parts(like.dtype, phi, "fp32")
+        _run_site(state, n, norm_weight, norm_eps, (new_residual, block_input, rstd), phi, parts)
+        partial, square, per_group = project(new_residual.view(count, width), phi, "fp32", parts)
         _mixes(
             (triton.cdiv(count, tiles.MAPPING_TOKENS),),
             (

@@ -23,7 +23,31 @@ from .._tuning import tuned
 from . import config as tiles
 from ._triton_tiles import ORDER, PARTS, part, project_tile
 
-__all__ = ["hopper", "project", "runs_gluon", "tma_rows"]
+__all__ = ["SPLIT_BLOCK", "empty_parts", "hopper", "project", "runs_gluon", "split_weight_tile", "tma_rows"]
+
+#: Columns of K that a program splits.
+SPLIT_BLOCK = 1024
+
+
+@triton.jit
+def split_weight_tile(
+    weight_ptr,
+    parts_ptr,
+    row,
+    rows,
+    k,
+    width,
+    size,
+    part_width,
+    W_PARTS: tl.constexpr,
+):
+    """Columns ``k`` of row ``row`` of ``parts [W_PARTS, rows, part_width]`` of ``weight [size, width]``, zeros where there
+    is no weight."""
+    end = tl.where(row < size, width, 0)
+    weight = tl.load(weight_ptr + row * width + k, mask=k < end, other=0.0)
+    for index in tl.static_range(W_PARTS):
+        at = (index * rows + row) * part_width + k
+        tl.store(parts_ptr + at, part(weight, index), mask=k < part_width)
 
 
 @triton.jit(do_not_specialize=["width", "size", "part_width"])
@@ -36,14 +60,10 @@ def split_weight_kernel(
     W_PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``parts [W_PARTS, rows, part_width]`` of ``weight [size, width]``, zeros where there is no weight."""
+    """The whole of the parts."""
     row = tl.program_id(1).to(tl.int64)
     k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    end = tl.where(row < size, width, 0)
-    weight = tl.load(weight_ptr + row * width + k, mask=k < end, other=0.0)
-    for index in tl.static_range(W_PARTS):
-        at = (index * tl.num_programs(1) + row) * part_width + k
-        tl.store(parts_ptr + at, part(weight, index), mask=k < part_width)
+    split_weight_tile(weight_ptr, parts_ptr, row, tl.num_programs(1), k, width, size, part_width, W_PARTS)
 
 
 @triton.jit(
@@ -184,13 +204,30 @@ def hopper(direction: str) -> Any:
     return importlib.import_module(f"{__package__}._gluon_{direction}")
 
 
-def project(x: Tensor, weight: Tensor, precision: str) -> tuple[Tensor, Tensor, int]:
+def plan_for(dtype: torch.dtype, weight: Tensor, precision: str) -> Plan:
+    """The plan for x of ``dtype``."""
+    size, width = weight.shape
+    chosen = config_for("project_fwd", size, width, weight.device)
+    return plan(dtype, weight.dtype, size, width, precision, weight.device, chosen)
+
+
+def empty_parts(dtype: torch.dtype, weight: Tensor, precision: str) -> Tensor:
+    """Memory for the parts of ``weight`` that `project` reads, for x of ``dtype``."""
+    use = plan_for(dtype, weight, precision)
+    shape = (use.w_parts, use.blocks * use.columns, use.steps * tiles.STEP)
+    return torch.empty(shape, dtype=torch.bfloat16, device=weight.device)
+
+
+def project(
+    x: Tensor, weight: Tensor, precision: str, parts: Tensor | None = None
+) -> tuple[Tensor, Tensor, int]:
     """Partial sums of ``x @ weight.T`` and of the squares of x, of at least one token.
 
     Args:
         x: ``[..., K]``.
         weight: ``[N, K]``.
         precision: ``"fp32"`` or ``"tf32"``.
+        parts: of the weight, where a launch before this one has filled them. Default: filled here.
 
     Returns:
         fp32 ``[P, T, N]`` and ``[P, T]``, and how many of the P make a group (`collect_tile` adds them).
@@ -198,16 +235,18 @@ def project(x: Tensor, weight: Tensor, precision: str) -> tuple[Tensor, Tensor, 
     size, width = weight.shape
     count = x.numel() // width
     device = x.device
-    chosen = config_for("project_fwd", size, width, device)
-    use = plan(x.dtype, weight.dtype, size, width, precision, device, chosen)
-    rows, part_width = use.blocks * use.columns, use.steps * tiles.STEP
-    parts = torch.empty((use.w_parts, rows, part_width), dtype=torch.bfloat16, device=device)
-    _split_weight(
-        (-(-part_width // 1024), rows),
-        (weight.contiguous(), parts, width, size, part_width),
-        (use.w_parts, 1024),
-        4,
-    )
+    use = plan_for(x.dtype, weight, precision)
+    filled = parts is not None
+    if parts is None:
+        parts = empty_parts(x.dtype, weight, precision)
+    _, rows, part_width = parts.shape
+    if not filled:
+        _split_weight(
+            (-(-part_width // SPLIT_BLOCK), rows),
+            (weight.contiguous(), parts, width, size, part_width),
+            (use.w_parts, SPLIT_BLOCK),
+            4,
+        )
     token_tiles = -(-count // use.tokens)
     slices = tiles.slices_per_program(token_tiles, -(-width // tiles.GROUP))
     per_program = slices * (tiles.SLICE // tiles.STEP)

@@ -3,8 +3,9 @@
 Kernel conventions of this package:
 
 - A kernel sees a tensor as an address (`Launcher` hands over a view of one element) and reads it by offsets from
-  there, as 64-bit numbers, except where products of tiles want whole tiles (`Whole`). So neither the number of tokens nor a stride is part of what gets compiled, and the same
-  code, with the same order of sums, runs for every batch. Tails are masks.
+  there, as 64-bit numbers, except where products of tiles want whole tiles (`Whole`). So neither the number of tokens
+  nor a stride is part of what gets compiled, and the same code, with the same order of sums, runs for every batch.
+  Tails are masks.
 - Arguments stand in this order: tensors, numbers (``ct.ScalarInt64`` or fp32), constants. An optional tensor that is
   absent is replaced by the first one and named by a constant; the kernel then never touches it.
 - The alignment of strided rows comes in as one constant, and `row_offset` tells the compiler of it.
@@ -43,9 +44,10 @@ __all__ = [
     "row_offset",
     "sigmoid",
     "store_columns",
+    "store_scalars",
     "widen",
+    "widen_streams",
 ]
-
 
 #: Programs in one launch that has a program for each token.
 _GRID = 1 << 23
@@ -119,6 +121,20 @@ def store_columns(memory, offset, columns, value, C, FULL):
         memory.store_offset(offset + columns, rounded)
     else:
         memory.store_offset(offset + columns, rounded, mask=columns < C)
+
+
+def store_scalars(memory, offset, values, COUNT):
+    """Write COUNT fp32 scalars from ``offset`` on, in the tensor's dtype."""
+    for k in ct.static_iter(range(COUNT)):
+        memory.store_offset(offset + k, ct.astype(values[k], memory.dtype))
+
+
+def widen_streams(streams, first, COUNT):
+    """COUNT tiles of a tuple from ``first`` on, in fp32."""
+    wide = ()
+    for i in ct.static_iter(range(COUNT)):
+        wide = wide + (widen(streams[first + i]),)
+    return wide
 
 
 def lane_zeros(COUNT, LANES):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fused_mhc import fused_h_post_bda
-from fused_mhc.ops.h_post_bda.philox import philox_4x32
+from fused_mhc.ops.h_post_bda.philox import dropout_numbers, philox_4x32
 from fused_mhc.testing.compare import assert_bit_equal
 from fused_mhc.testing.transcription import dropout_mask, philox_4x32_10
 
@@ -124,6 +124,15 @@ def test_seed_none_draws_from_torchs_generator(device: str) -> None:
     again = fused_h_post_bda(*given, dropout_p=0.5)
     assert_bit_equal(again, first)
     assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("p", [0.0, 2.0**-40, 0.1, 0.5, 0.9, 1.0 - 2.0**-24])
+def test_kernels_compare_with_the_smallest_word_that_is_kept(p: float) -> None:
+    threshold, scale = dropout_numbers(p)
+    words = torch.tensor([threshold, threshold - 1]).to(torch.float32) * 2.0**-32
+    assert words[0] >= torch.tensor(p)
+    assert threshold == 0 or words[1] < torch.tensor(p)
+    assert scale == 1.0 / (1.0 - p)
 
 
 def test_no_seed_is_drawn_without_dropout(device: str) -> None:

@@ -24,7 +24,9 @@ from .._cutile_common import (
     load_streams,
     row_offset,
     store_columns,
+    store_scalars,
     widen,
+    widen_streams,
 )
 from .._rows import row_candidates
 from .._strides import alignment, flatten
@@ -119,13 +121,8 @@ def h_aggregate_bwd_kernel(
             if WRITE:
                 for i in ct.static_iter(range(n)):
                     store_columns(g_x, (token * n + i) * C, columns, weights[i] * value, C, FULL)
-            wide = ()
-            for i in ct.static_iter(range(DOTS)):
-                wide = wide + (widen(streams[k * DOTS + i]),)
-            sums = lane_dots(sums, wide, (value,), DOTS, 1, BLOCK, VECTOR)
-    totals = dot_sums(sums, DOTS)
-    for i in ct.static_iter(range(DOTS)):
-        g_h.store_offset(token * n + i, ct.astype(totals[i], g_h.dtype))
+            sums = lane_dots(sums, widen_streams(streams, k * DOTS, DOTS), (value,), DOTS, 1, BLOCK, VECTOR)
+    store_scalars(g_h, token * n, dot_sums(sums, DOTS), DOTS)
 
 
 _fwd = Launcher(h_aggregate_fwd_kernel)

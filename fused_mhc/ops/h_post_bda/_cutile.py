@@ -11,8 +11,6 @@ bias sums and, of every token, the groups' shares of the dot products.
 
 from __future__ import annotations
 
-import functools
-import struct
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -33,11 +31,14 @@ from .._cutile_common import (
     load_streams,
     row_offset,
     store_columns,
+    store_scalars,
     widen,
+    widen_streams,
 )
 from .._rows import RowConfig, row_candidates
 from .._strides import alignment, flatten
 from .config import BIAS_CHUNK
+from .philox import dropout_numbers
 
 __all__ = [
     "branch_grad_tile",
@@ -120,6 +121,16 @@ def keep_tile(seed, row, start, threshold, C, BLOCK):
 def drop_tile(value, seed, row, start, threshold, scale, C, BLOCK, DROP):
     """``value * scale`` where kept, 0 elsewhere; ``value`` itself without dropout."""
     return ct.where(keep_tile(seed, row, start, threshold, C, BLOCK), value * scale, 0.0) if DROP else value
+
+
+def _drop_streams(grads, seed, token, start, threshold, scale, n, C, BLOCK, DROP):
+    """`drop_tile` of the n streams of a token."""
+    dropped = ()
+    for j in ct.static_iter(range(n)):
+        dropped = dropped + (
+            drop_tile(grads[j], seed, token * n + j, start, threshold, scale, C, BLOCK, DROP),
+        )
+    return dropped
 
 
 def _load_branch(x, row, bias, columns, C, FULL, BIAS):
@@ -208,7 +219,6 @@ def h_post_bda_bwd_kernel(
     g_residual_,
     g_h_post_,
     g_x_,
-    bias_sums_,
     first: ct.ScalarInt64,
     grad_stride: ct.ScalarInt64,
     grad_stream_stride: ct.ScalarInt64,
@@ -270,44 +280,24 @@ def h_post_bda_bwd_kernel(
                 branches = branches + (_load_branch(x, x_row, bias, columns, C, FULL, BIAS),)
         for k in ct.static_iter(range(GROUP)):
             columns = start + k * BLOCK + ct.arange(BLOCK, dtype=ct.int32)
-            grads = ()
-            for j in ct.static_iter(range(n)):
-                grads = grads + (widen(all_grads[k * n + j]),)
+            grads = widen_streams(all_grads, k * n, n)
             for i in ct.static_iter(range(RESIDUAL)):
                 store_columns(
                     g_residual, (token * n + i) * C, columns, unmix_tile(grads, h_res, i, n), C, FULL
                 )
             if POST > 0 or X:
-                dropped = ()
-                for j in ct.static_iter(range(n)):
-                    dropped = dropped + (
-                        drop_tile(
-                            grads[j],
-                            seed,
-                            token * n + j,
-                            start + k * BLOCK,
-                            threshold,
-                            scale,
-                            C,
-                            BLOCK,
-                            DROP,
-                        ),
-                    )
+                dropped = _drop_streams(
+                    grads, seed, token, start + k * BLOCK, threshold, scale, n, C, BLOCK, DROP
+                )
                 if X:
                     store_columns(g_x, token * C, columns, branch_grad_tile(dropped, h_post, n), C, FULL)
                 if POST > 0:
                     branch = _branch(branches[k], BIAS)
                     post_dots = lane_dots(post_dots, (branch,), dropped, 1, n, BLOCK, VECTOR)
-            streams = ()
-            for i in ct.static_iter(range(RES)):
-                streams = streams + (widen(all_streams[k * RES + i]),)
+            streams = widen_streams(all_streams, k * RES, RES)
             res_dots = lane_dots(res_dots, streams, grads, RES, n, BLOCK, VECTOR)
-    sums = dot_sums(res_dots, RES * n)
-    for k in ct.static_iter(range(RES * n)):
-        g_h_res.store_offset(token * (n * n) + k, ct.astype(sums[k], g_h_res.dtype))
-    sums = dot_sums(post_dots, POST)
-    for k in ct.static_iter(range(POST)):
-        g_h_post.store_offset(token * n + k, ct.astype(sums[k], g_h_post.dtype))
+    store_scalars(g_h_res, token * (n * n), dot_sums(res_dots, RES * n), RES * n)
+    store_scalars(g_h_post, token * n, dot_sums(post_dots, POST), POST)
 
 
 @kernel
@@ -384,14 +374,8 @@ def h_post_bda_bias_bwd_kernel(
             columns = start + ct.arange(BLOCK, dtype=ct.int32)
             narrow = load_streams(grad, grad_row, grad_stream_stride, columns, n, C, FULL, ALIGN)
             narrow_streams = load_streams(residual, row, residual_stream_stride, columns, RES, C, FULL, ALIGN)
-            grads = ()
-            for j in ct.static_iter(range(n)):
-                grads = grads + (widen(narrow[j]),)
-            dropped = ()
-            for j in ct.static_iter(range(n)):
-                dropped = dropped + (
-                    drop_tile(grads[j], seed, token * n + j, start, threshold, scale, C, BLOCK, DROP),
-                )
+            grads = widen_streams(narrow, 0, n)
+            dropped = _drop_streams(grads, seed, token, start, threshold, scale, n, C, BLOCK, DROP)
             g_branch = branch_grad_tile(dropped, h_post, n)
             added = added + (bias_sums[k] + g_branch,)
             for i in ct.static_iter(range(RESIDUAL)):
@@ -403,18 +387,12 @@ def h_post_bda_bias_bwd_kernel(
             if POST > 0:
                 branch = _branch(_load_branch(x, x_row, bias, columns, C, FULL, BIAS), BIAS)
                 post_dots = lane_dots(post_dots, (branch,), dropped, 1, n, BLOCK, VECTOR)
-            streams = ()
-            for i in ct.static_iter(range(RES)):
-                streams = streams + (widen(narrow_streams[i]),)
+            streams = widen_streams(narrow_streams, 0, RES)
             res_dots = lane_dots(res_dots, streams, grads, RES, n, BLOCK, VECTOR)
         bias_sums = added
-        sums = dot_sums(res_dots, RES * n)
-        for k in ct.static_iter(range(RES * n)):
-            at = (token * parts + part) * (n * n) + k
-            res_parts.store_offset(at, ct.astype(sums[k], res_parts.dtype))
-        sums = dot_sums(post_dots, POST)
-        for k in ct.static_iter(range(POST)):
-            post_parts.store_offset((token * parts + part) * n + k, ct.astype(sums[k], post_parts.dtype))
+        place = token * parts + part
+        store_scalars(res_parts, place * (n * n), dot_sums(res_dots, RES * n), RES * n)
+        store_scalars(post_parts, place * n, dot_sums(post_dots, POST), POST)
     for k in ct.static_iter(range(GROUP)):
         columns = first + k * BLOCK + ct.arange(BLOCK, dtype=ct.int32)
         store_columns(bias_sums_.get_raw_memory(), chunk * C, columns, bias_sums[k], C, FULL)
@@ -470,23 +448,6 @@ _bias = Launcher(h_post_bda_bias_kernel)
 _parts = Launcher(h_post_bda_parts_kernel)
 
 
-@functools.lru_cache(maxsize=None)
-def _dropout(dropout_p: float) -> tuple[int, float]:
-    """The smallest 32-bit word whose ``word * 2^-32``, both rounded to fp32, is at least ``dropout_p``, and the scale
-    of what is kept. (Rounding is monotone, so comparing words is comparing those fp32 values.)"""
-    p = _fp32(dropout_p)
-    low, high = 0, 2**32 - 1
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _fp32(middle) * 2.0**-32 >= p else (middle + 1, high)
-    return low, 1.0 / (1.0 - dropout_p)
-
-
-def _fp32(value: float) -> float:
-    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
-    return rounded
-
-
 def _fp32_empty(like: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=like.device)
 
@@ -536,7 +497,7 @@ def h_post_bda_fwd(
             x_stride,
             h_res_stride,
             h_post_stride,
-            *_dropout(dropout_p),
+            *dropout_numbers(dropout_p),
         ),
         (n, width, rows.block, rows.group, align, bias is not None, seed is not None),
     )
@@ -583,8 +544,8 @@ def h_post_bda_bwd(
     if g_bias is None:
         _bwd.by_token(
             count,
-            (*reads, g_h_res, g_residual, g_h_post, g_x, None),
-            (*strides, *_dropout(dropout_p)),
+            (*reads, g_h_res, g_residual, g_h_post, g_x),
+            (*strides, *dropout_numbers(dropout_p)),
             (n, width, rows.block, rows.group, vector, align, *flags),
         )
         return [g for g in results if g is not None]
@@ -597,7 +558,7 @@ def h_post_bda_bwd(
     _bias_bwd(
         (chunks, parts),
         (*reads, res_parts, g_residual, post_parts, g_x, bias_sums),
-        (*strides, count, parts, *_dropout(dropout_p)),
+        (*strides, count, parts, *dropout_numbers(dropout_p)),
         (n, width, rows.block, rows.group, BIAS_CHUNK, vector, align, *flags),
     )
     _bias((-(-width // _BIAS_BLOCK),), (bias_sums, g_bias), (chunks,), (width,))

@@ -11,8 +11,6 @@ chunks' bias sums and, of every token, the groups' shares of the dot products.
 
 from __future__ import annotations
 
-import functools
-import struct
 from collections.abc import Sequence
 
 import torch
@@ -37,6 +35,7 @@ from .._triton_common import (
 )
 from .._tuning import tuned
 from .config import BIAS_CHUNK, BIAS_STAGES, bwd_heuristic, fwd_candidates, fwd_heuristic
+from .philox import dropout_numbers
 
 __all__ = [
     "branch_grad_tile",
@@ -525,23 +524,6 @@ _bwd = Launcher(h_post_bda_bwd_kernel)
 _sum = Launcher(h_post_bda_sum_kernel)
 
 
-@functools.lru_cache(maxsize=None)
-def _dropout(dropout_p: float) -> tuple[int, float]:
-    """The smallest 32-bit word whose ``word * 2^-32``, both rounded to fp32, is at least ``dropout_p``, and the scale
-    of what is kept. (Rounding is monotone, so comparing words is comparing those fp32 values.)"""
-    p = _fp32(dropout_p)
-    low, high = 0, 2**32 - 1
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _fp32(middle) * 2.0**-32 >= p else (middle + 1, high)
-    return low, 1.0 / (1.0 - dropout_p)
-
-
-def _fp32(value: float) -> float:
-    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
-    return rounded
-
-
 def _fp32_empty(like: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=like.device)
 
@@ -573,7 +555,7 @@ def h_post_bda_fwd(
     _fwd(
         (count,),
         (residual, x, h_res, h_post, bias, seed, out, *strides, h_res_stride, h_post_stride)
-        + _dropout(dropout_p),
+        + dropout_numbers(dropout_p),
         (n, width, config.block, config.group, align),
         config.num_warps,
     )
@@ -621,7 +603,7 @@ def h_post_bda_bwd(
         (chunks, parts),
         (grad, residual, x, h_res, h_post, bias, seed, res_parts, g_residual, post_parts, g_x, bias_sums)
         + tuple(stride // align for stride in strides)
-        + (h_res_stride, h_post_stride, count, *_dropout(dropout_p)),
+        + (h_res_stride, h_post_stride, count, *dropout_numbers(dropout_p)),
         (n, width, config.block, config.group, tokens, BIAS_STAGES, 16 // residual.element_size(), align),
         config.num_warps,
     )

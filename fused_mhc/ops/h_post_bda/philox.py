@@ -1,14 +1,17 @@
-"""Philox 4x32-10 in plain torch: the dropout generator's reference.
+"""Philox 4x32-10 in plain torch: the dropout generator's reference, and the numbers that its kernels take.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC11).
 """
 
 from __future__ import annotations
 
+import functools
+import struct
+
 import torch
 from torch import Tensor
 
-__all__ = ["keep_mask", "philox_4x32"]
+__all__ = ["dropout_numbers", "keep_mask", "philox_4x32"]
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -50,3 +53,20 @@ def keep_mask(seed: Tensor, first: int, count: int, p: float) -> Tensor:
     flat = torch.stack(words, dim=1).reshape(-1)[first - 4 * start :][:count]
     uniform = flat.to(torch.float32) * 2.0**-32
     return uniform >= torch.tensor(p, dtype=torch.float32, device=seed.device)
+
+
+@functools.lru_cache(maxsize=None)
+def dropout_numbers(dropout_p: float) -> tuple[int, float]:
+    """The smallest 32-bit word whose ``word * 2^-32``, both rounded to fp32, is at least ``dropout_p``, and the scale
+    of what is kept. (Rounding is monotone, so comparing words is comparing those fp32 values.)"""
+    p = _fp32(dropout_p)
+    low, high = 0, 2**32 - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fp32(middle) * 2.0**-32 >= p else (middle + 1, high)
+    return low, 1.0 / (1.0 - dropout_p)
+
+
+def _fp32(value: float) -> float:
+    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    return rounded

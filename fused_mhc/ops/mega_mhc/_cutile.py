@@ -27,7 +27,13 @@ from .._strides import alignment, flatten
 from ..h_aggregate._cutile import aggregate_tile
 from ..h_post_bda._cutile import mix_tile
 from ..proj_rms_compute_h._cutile_fwd import project, projected_columns
-from ..proj_rms_compute_h._cutile_tiles import alpha_columns, collect_tile, mapping_tile, rms_tile
+from ..proj_rms_compute_h._cutile_tiles import (
+    alpha_columns,
+    collect_tile,
+    mapping_tile,
+    rms_tile,
+    store_mapping,
+)
 from ..sinkhorn._cutile import sinkhorn_fwd
 
 __all__ = ["mega_mhc_fwd"]
@@ -39,15 +45,30 @@ _MIXES_TOKENS = 16
 
 
 def _update_block(
-    residual, output, row, out_row, stream_stride, columns, h_res, h_post, n, C, FULL, ALIGN, dtype
+    residual,
+    output,
+    new_residual,
+    token,
+    row,
+    out_row,
+    stream_stride,
+    columns,
+    pre,
+    post,
+    mixing,
+    n,
+    C,
+    FULL,
+    ALIGN,
 ):
-    """Step 1 for some columns of a token: the n new streams, rounded to ``dtype``."""
+    """Step 1 for some columns of a token, and the fp32 collapse of the streams as they are stored."""
     streams = load_streams(residual, row, stream_stride, columns, n, C, FULL, ALIGN)
     branch = widen(load_columns(output, out_row, columns, C, FULL))
     new = ()
     for j in ct.static_iter(range(n)):
-        new = new + (ct.astype(mix_tile(streams, h_res, n, j, 0) + h_post[j] * branch, dtype),)
-    return new
+        new = new + (ct.astype(mix_tile(streams, mixing, n, j, 0) + post[j] * branch, new_residual.dtype),)
+        store_columns(new_residual, (token * n + j) * C, columns, new[j], C, FULL)
+    return aggregate_tile(new, pre, n)
 
 
 def _store_normed(block_input, norm_weight, token, columns, mixed, rstd, C, FULL, WEIGHT):
@@ -99,24 +120,23 @@ def site_kernel(
         kept = ()
         for k in ct.static_iter(range(BLOCKS)):
             columns = k * BLOCK + ct.arange(BLOCK, dtype=ct.int32)
-            new = _update_block(
+            mixed = _update_block(
                 residual,
                 output,
+                new_residual,
+                token,
                 row,
                 out_row,
                 stream_stride,
                 columns,
-                mixing,
+                pre,
                 post,
+                mixing,
                 n,
                 C,
                 FULL,
                 ALIGN,
-                new_residual.dtype,
             )
-            for j in ct.static_iter(range(n)):
-                store_columns(new_residual, (token * n + j) * C, columns, new[j], C, FULL)
-            mixed = aggregate_tile(new, pre, n)
             squares = squares + mixed * mixed
             kept = kept + (mixed,)
         rstd = 1.0 / ct.sqrt(ct.sum(squares, 0) / C + norm_eps)
@@ -126,24 +146,23 @@ def site_kernel(
     else:
         for start in range(0, C, BLOCK):
             columns = start + ct.arange(BLOCK, dtype=ct.int32)
-            new = _update_block(
+            mixed = _update_block(
                 residual,
                 output,
+                new_residual,
+                token,
                 row,
                 out_row,
                 stream_stride,
                 columns,
-                mixing,
+                pre,
                 post,
+                mixing,
                 n,
                 C,
                 FULL,
                 ALIGN,
-                new_residual.dtype,
             )
-            for j in ct.static_iter(range(n)):
-                store_columns(new_residual, (token * n + j) * C, columns, new[j], C, FULL)
-            mixed = aggregate_tile(new, pre, n)
             squares = squares + mixed * mixed
         rstd = 1.0 / ct.sqrt(ct.sum(squares, 0) / C + norm_eps)
         for start in range(0, C, BLOCK):
@@ -200,16 +219,19 @@ def mixes_kernel(
     mixes = mapping_tile(proj * u[:, None] * alpha[None, :] + bias[None, :], cols, hc_eps, n)
 
     inside = rows < T
-    row, col = rows[:, None], cols[None, :]
-    proj_.get_raw_memory().store_offset(row * SIZE + col, proj, mask=inside[:, None] & (cols < SIZE)[None, :])
-    u_.get_raw_memory().store_offset(rows, u, mask=inside)
-    is_pre, is_res = cols < n, (cols >= 2 * n) & (cols < SIZE)
-    is_post = (cols >= n) & (cols < 2 * n)
-    pre_.get_raw_memory().store_offset(row * n + col, mixes, mask=inside[:, None] & is_pre[None, :])
-    post_.get_raw_memory().store_offset(row * n + (col - n), mixes, mask=inside[:, None] & is_post[None, :])
-    res_.get_raw_memory().store_offset(
-        row * (n * n) + (col - 2 * n), mixes, mask=inside[:, None] & is_res[None, :]
+    store_mapping(
+        proj_.get_raw_memory(),
+        pre_.get_raw_memory(),
+        post_.get_raw_memory(),
+        res_.get_raw_memory(),
+        proj,
+        mixes,
+        rows,
+        inside,
+        cols,
+        n,
     )
+    u_.get_raw_memory().store_offset(rows, u, mask=inside)
 
 
 _site = Launcher(site_kernel)

@@ -26,6 +26,7 @@ from ._cutile_tiles import (
     mapping_tile,
     rms_coefficient_tile,
     rms_tile,
+    store_mapping,
     store_parts,
 )
 
@@ -86,16 +87,19 @@ def mapping_kernel(
     mixes = mapping_tile(proj * alpha[None, :] * u[:, None] + bias[None, :], cols, compute_h_eps, n)
 
     inside = rows < T
-    row, col = rows[:, None], cols[None, :]
-    proj_.get_raw_memory().store_offset(row * SIZE + col, proj, mask=inside[:, None] & (cols < SIZE)[None, :])
-    r_.get_raw_memory().store_offset(rows, r, mask=inside)
-    is_pre, is_res = cols < n, (cols >= 2 * n) & (cols < SIZE)
-    is_post = (cols >= n) & (cols < 2 * n)
-    h_pre_.get_raw_memory().store_offset(row * n + col, mixes, mask=inside[:, None] & is_pre[None, :])
-    h_post_.get_raw_memory().store_offset(row * n + (col - n), mixes, mask=inside[:, None] & is_post[None, :])
-    h_res_.get_raw_memory().store_offset(
-        row * (n * n) + (col - 2 * n), mixes, mask=inside[:, None] & is_res[None, :]
+    store_mapping(
+        proj_.get_raw_memory(),
+        h_pre_.get_raw_memory(),
+        h_post_.get_raw_memory(),
+        h_res_.get_raw_memory(),
+        proj,
+        mixes,
+        rows,
+        inside,
+        cols,
+        n,
     )
+    r_.get_raw_memory().store_offset(rows, r, mask=inside)
 
 
 @kernel

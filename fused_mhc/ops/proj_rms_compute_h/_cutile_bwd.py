@@ -1,7 +1,7 @@
 """The gradients of x and of the weight from that of the projection, in one read of x, in cuTile.
 
-A program owns some columns of K and a chunk of tokens: it writes g_x and sums its share of g_W. A second kernel adds the
-shares in index order, and with them those of the alphas and the bias.
+A program owns some columns of K and a chunk of tokens: it writes g_x and sums its share of g_W. Two small kernels add
+the shares in index order, and those of the alphas and the bias.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ _SHARE_BLOCK, _SHARE_UNROLL = 1024, 8
 _SHARE_ROWS = 32
 
 
-def _project_bwd_body(
+def project_bwd_kernel(
     x_,
     weight_,
     parts_,
-    coefficient_,
     g_x_,
+    coefficient_,
     share_,
-    rows,
-    first_row,
-    size,
-    width,
-    COLUMNS,
-    CHUNK,
-    TOKENS,
-    WIDTH,
-    G_PARTS,
-    X_PARTS,
-    W_PARTS,
-    NEEDS_X,
-    NEEDS_W,
+    rows: ct.ScalarInt64,
+    first_row: ct.ScalarInt64,
+    size: ct.ScalarInt64,
+    width: ct.ScalarInt64,
+    COLUMNS: ct.Constant[int],
+    CHUNK: ct.Constant[int],
+    TOKENS: ct.Constant[int],
+    WIDTH: ct.Constant[int],
+    G_PARTS: ct.Constant[int],
+    X_PARTS: ct.Constant[int],
+    W_PARTS: ct.Constant[int],
+    NEEDS_X: ct.Constant[bool],
+    NEEDS_W: ct.Constant[bool],
 ):
     """The views ``x_``, ``parts_`` and ``g_x_`` hold ``rows`` tokens from ``first_row`` on, a multiple of CHUNK."""
     block, chunk = ct.bid(0), ct.bid(1)
@@ -88,96 +88,10 @@ def _project_bwd_body(
         share_.get_raw_memory().store_offset(at, share, mask=mask)
 
 
-@kernel(num_worker_warps=8, occupancy=2)
-def project_bwd_kernel(
-    x_,
-    weight_,
-    parts_,
-    g_x_,
-    coefficient_,
-    share_,
-    rows: ct.ScalarInt64,
-    first_row: ct.ScalarInt64,
-    size: ct.ScalarInt64,
-    width: ct.ScalarInt64,
-    COLUMNS: ct.Constant[int],
-    CHUNK: ct.Constant[int],
-    TOKENS: ct.Constant[int],
-    WIDTH: ct.Constant[int],
-    G_PARTS: ct.Constant[int],
-    X_PARTS: ct.Constant[int],
-    W_PARTS: ct.Constant[int],
-    NEEDS_X: ct.Constant[bool],
-    NEEDS_W: ct.Constant[bool],
-):
-    """Two programs share a multiprocessor: for bf16 x and up to 64 columns, which fill half of its registers."""
-    _project_bwd_body(
-        x_,
-        weight_,
-        parts_,
-        coefficient_,
-        g_x_,
-        share_,
-        rows,
-        first_row,
-        size,
-        width,
-        COLUMNS,
-        CHUNK,
-        TOKENS,
-        WIDTH,
-        G_PARTS,
-        X_PARTS,
-        W_PARTS,
-        NEEDS_X,
-        NEEDS_W,
-    )
-
-
-@kernel(num_worker_warps=8)
-def project_large_bwd_kernel(
-    x_,
-    weight_,
-    parts_,
-    g_x_,
-    coefficient_,
-    share_,
-    rows: ct.ScalarInt64,
-    first_row: ct.ScalarInt64,
-    size: ct.ScalarInt64,
-    width: ct.ScalarInt64,
-    COLUMNS: ct.Constant[int],
-    CHUNK: ct.Constant[int],
-    TOKENS: ct.Constant[int],
-    WIDTH: ct.Constant[int],
-    G_PARTS: ct.Constant[int],
-    X_PARTS: ct.Constant[int],
-    W_PARTS: ct.Constant[int],
-    NEEDS_X: ct.Constant[bool],
-    NEEDS_W: ct.Constant[bool],
-):
-    """One program has a multiprocessor."""
-    _project_bwd_body(
-        x_,
-        weight_,
-        parts_,
-        coefficient_,
-        g_x_,
-        share_,
-        rows,
-        first_row,
-        size,
-        width,
-        COLUMNS,
-        CHUNK,
-        TOKENS,
-        WIDTH,
-        G_PARTS,
-        X_PARTS,
-        W_PARTS,
-        NEEDS_X,
-        NEEDS_W,
-    )
+#: Two programs share a multiprocessor: for bf16 x and up to 64 columns, which fill half of its registers.
+small_project_bwd = kernel(project_bwd_kernel, num_worker_warps=8, occupancy=2)
+#: One program has a multiprocessor.
+large_project_bwd = kernel(project_bwd_kernel, num_worker_warps=8)
 
 
 @kernel
@@ -240,15 +154,15 @@ def add_mapping_shares_kernel(
         g_bias_.get_raw_memory().store_offset(cols, ct.astype(bias_terms, g_bias_.dtype), mask=cols < SIZE)
 
 
-_project_bwd = Launcher(project_bwd_kernel)
-_project_large_bwd = Launcher(project_large_bwd_kernel)
+_small_bwd = Launcher(small_project_bwd)
+_large_bwd = Launcher(large_project_bwd)
 _add_shares = Launcher(add_shares_kernel)
 _add_mapping_shares = Launcher(add_mapping_shares_kernel)
 
 
 class GradParts(NamedTuple):
-    """The gradient of the raw projection in bf16 parts ``[T, G_PARTS, COLUMNS]`` (`store_parts`), and the factor ``[T]``
-    of x in its own gradient."""
+    """The gradient of the raw projection in bf16 parts ``[T, G_PARTS, COLUMNS]`` (`store_parts`), and the factor
+    ``[T]`` of x in its own gradient."""
 
     parts: Tensor
     coefficient: Tensor
@@ -283,8 +197,8 @@ def add_all_shares(
     size: int,
 ) -> None:
     """Fill ``total`` with the sum of ``shares [S, *total.shape]`` over S, in index order, and ``small``, the gradients
-    of the three alphas (of n, n and the other columns) and the ``size`` biases, from ``mapping_shares [S, 2, COLUMNS]``.
-    """
+    of the three alphas (of n, n and the other columns) and the ``size`` biases, from ``mapping_shares``
+    ``[S, 2, COLUMNS]``."""
     if total is not None and shares is not None:
         elements = total.numel()
         _add_shares((-(-elements // _SHARE_BLOCK),), (shares, total), (shares.shape[0], elements), ())
@@ -323,7 +237,7 @@ def project_bwd(
     for first, last in row_spans(
         count, min(most, max(tiles.CHUNK, 2**31 // width // tiles.CHUNK * tiles.CHUNK))
     ):
-        (_project_bwd if small else _project_large_bwd)(
+        (_small_bwd if small else _large_bwd)(
             (-(-width // block), -(-(last - first) // tiles.CHUNK)),
             (
                 Whole(rows[first:last]),

@@ -13,7 +13,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from .._cutile_common import Launcher, Whole, architecture, kernel, widen
+from .._cutile_common import Launcher, Whole, architecture, kernel, power_of_two, widen
 from .._strides import flatten
 from . import config as tiles
 from ._cutile_tiles import ORDER, PARTS, part
@@ -81,8 +81,8 @@ def project_kernel(
     TAIL: ct.Constant[bool],
 ):
     """Slices of RATIO steps of the projection of TOKENS tokens, and of their sums of squares: ``per_program`` slices,
-    added in order. ``x_`` is a view of ``rows`` tokens from ``first_row`` on. TAIL: the last slice is not whole (code that
-    is there only then, for the compiler gives up the pipeline of products beside it)."""
+    added in order. ``x_`` is a view of ``rows`` tokens from ``first_row`` on. TAIL: the last slice is not whole (the
+    code for it is there only then: beside it the compiler gives up the pipeline of products)."""
     index, tile = ct.bid(0), ct.bid(1)
     # The view's own shape may be known when this is compiled; what is compiled must not depend on it.
     x = x_.slice(0, 0, rows)
@@ -132,7 +132,7 @@ _project = Launcher(project_kernel)
 
 def projected_columns(size: int) -> int:
     """Columns of the projection, padded: N rounded up to a power of two, at least 16."""
-    return max(16, 1 << (size - 1).bit_length())
+    return max(16, power_of_two(size))
 
 
 def warp_groups(arch: str) -> bool:

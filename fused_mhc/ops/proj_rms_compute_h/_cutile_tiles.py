@@ -21,6 +21,7 @@ __all__ = [
     "part",
     "rms_coefficient_tile",
     "rms_tile",
+    "store_mapping",
     "store_parts",
 ]
 
@@ -78,6 +79,17 @@ def mapping_tile(h, cols, compute_h_eps, n):
     """Every column's output: ``sigmoid(h) + eps``, ``2*sigmoid(h)`` or ``h``, by its group."""
     s = sigmoid(h)
     return ct.where(cols[None, :] < n, s + compute_h_eps, ct.where(cols[None, :] < 2 * n, 2.0 * s, h))
+
+
+def store_mapping(proj_out, pre_out, post_out, res_out, proj, mixes, rows, inside, cols, n):
+    """Write the projection and the mixes ``[rows, cols]``, each group of columns to its own tensor."""
+    SIZE = n * n + 2 * n
+    row, col = rows[:, None], cols[None, :]
+    is_post, is_res = (cols >= n) & (cols < 2 * n), (cols >= 2 * n) & (cols < SIZE)
+    proj_out.store_offset(row * SIZE + col, proj, mask=inside[:, None] & (cols < SIZE)[None, :])
+    pre_out.store_offset(row * n + col, mixes, mask=inside[:, None] & (cols < n)[None, :])
+    post_out.store_offset(row * n + (col - n), mixes, mask=inside[:, None] & is_post[None, :])
+    res_out.store_offset(row * (n * n) + (col - 2 * n), mixes, mask=inside[:, None] & is_res[None, :])
 
 
 def load_mix_columns(memory, rows, inside, cols, stride, first, SIZE, THERE, TOKENS, COLUMNS):

@@ -372,7 +372,7 @@ def sinkhorn_bwd_kernel(
 
 
 def _wide_entries(token, T, n):
-    """Of ``[tokens, 8, 8]``: the offset of every entry in a contiguous matrix, which belong to one, which to a token."""
+    """Of ``[tokens, 8, 8]``: every entry's offset in a contiguous matrix, which belong to one, which to a token."""
     row = ct.arange(8, dtype=ct.int64)
     inside = ((row < n)[:, None] & (row < n)[None, :])[None, :, :]
     return (row[:, None] * n + row[None, :])[None, :, :], inside, inside & (token < T)[:, None, None]

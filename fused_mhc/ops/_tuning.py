@@ -29,7 +29,6 @@ logger = logging.getLogger("fused_mhc")
 FORMAT = 1
 
 C = TypeVar("C")
-Heuristic = Callable[..., Any]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...device import device_info
 from .._strides import flatten
 from .._triton_common import INTERPRETING, Launcher, store, widen
-from ..proj_rms_compute_h._triton_bwd import add_shares, g_parts
+from ..proj_rms_compute_h._triton_bwd import add_mapping_shares_tile, add_shares_tile, g_parts
 from ..proj_rms_compute_h._triton_tiles import (
     alpha_columns,
     load_columns,
@@ -121,37 +121,63 @@ def mixes_bwd_kernel(
     tl.store(share + COLUMNS, tl.sum(g_h, axis=0))
 
 
-@triton.jit(do_not_specialize=["shares"])
-def add_mixes_shares_kernel(
-    share_ptr,
+@triton.jit(
+    do_not_specialize=[
+        "shares",
+        "phi_elements",
+        "weight_elements",
+        "mixes_shares",
+        "phi_blocks",
+        "weight_blocks",
+    ]
+)
+def parameter_gradients_kernel(
+    phi_share_ptr,
+    g_phi_ptr,
+    weight_share_ptr,
+    g_weight_ptr,
+    mixes_share_ptr,
     g_alpha_ptr,
     g_bias_ptr,
     shares: tl.int64,
+    phi_elements: tl.int64,
+    weight_elements: tl.int64,
+    mixes_shares: tl.int64,
+    phi_blocks: tl.int32,
+    weight_blocks: tl.int32,
     n: tl.constexpr,
     COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Gradients of alpha and bias from the shares ``[shares, 2, COLUMNS]``; None where not needed."""
-    N: tl.constexpr = n * n + 2 * n
-    cols = tl.arange(0, COLUMNS)
-    alpha = tl.zeros((ROWS, COLUMNS), tl.float32)
-    bias = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in range(0, shares, ROWS):
-        rows = first + tl.arange(0, ROWS)
-        at = share_ptr + rows[:, None] * (2 * COLUMNS) + cols[None, :]
-        alpha += tl.load(at, mask=rows[:, None] < shares, other=0.0)
-        bias += tl.load(at + COLUMNS, mask=rows[:, None] < shares, other=0.0)
-    if g_alpha_ptr is not None:
-        terms = tl.sum(alpha, axis=0)
-        store(g_alpha_ptr, tl.sum(tl.where(cols < n, terms, 0.0)))
-        store(g_alpha_ptr + 1, tl.sum(tl.where((cols >= n) & (cols < 2 * n), terms, 0.0)))
-        store(g_alpha_ptr + 2, tl.sum(tl.where(cols >= 2 * n, terms, 0.0)))
-    if g_bias_ptr is not None:
-        store(g_bias_ptr + cols, tl.sum(bias, axis=0), mask=cols < N)
+    """Sums of the shares of phi's and of norm_weight's gradient, BLOCK elements a program, and, in one more program, of
+    the shares ``[mixes_shares, 2, COLUMNS]`` of alpha's and of the bias's. A gradient that is not wanted is None."""
+    program = tl.program_id(0)
+    at = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if program < phi_blocks:
+        if g_phi_ptr is not None:
+            add_shares_tile(phi_share_ptr, g_phi_ptr, at, shares, phi_elements, UNROLL)
+    elif program < phi_blocks + weight_blocks:
+        if g_weight_ptr is not None:
+            at -= phi_blocks.to(tl.int64) * BLOCK
+            add_shares_tile(weight_share_ptr, g_weight_ptr, at, shares, weight_elements, UNROLL)
+    elif mixes_share_ptr is not None:
+        cols = tl.arange(0, COLUMNS)
+        terms, bias = add_mapping_shares_tile(mixes_share_ptr, cols, mixes_shares, COLUMNS, ROWS)
+        if g_alpha_ptr is not None:
+            store(g_alpha_ptr, tl.sum(tl.where(cols < n, terms, 0.0)))
+            store(g_alpha_ptr + 1, tl.sum(tl.where((cols >= n) & (cols < 2 * n), terms, 0.0)))
+            store(g_alpha_ptr + 2, tl.sum(tl.where(cols >= 2 * n, terms, 0.0)))
+        if g_bias_ptr is not None:
+            store(g_bias_ptr + cols, bias, mask=cols < n * n + 2 * n)
 
+
+#: Elements of a parameter's gradient that a program adds up.
+_SHARE_BLOCK = 1024
 
 _mixes_bwd = Launcher(mixes_bwd_kernel)
-_add_mixes_shares = Launcher(add_mixes_shares_kernel)
+_parameter_gradients = Launcher(parameter_gradients_kernel)
 
 
 def _mixes_gradients(
@@ -221,15 +247,49 @@ def _mixes_gradients(
     return Through(parts, coefficient, shares)
 
 
-def _small_gradients(
-    through: Through | None, alpha: Tensor, bias: Tensor, n: int, needs: Sequence[bool]
+def _gradients_of_parameters(
+    shares: tuple[Tensor | None, Tensor | None],
+    through: Through | None,
+    parameters: Sequence[Tensor | None],
+    n: int,
+    needs: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Gradients of alpha and bias."""
-    if through is None or not any(needs):
-        return [None, None]
-    found = _empty((alpha, bias), needs)
-    shares, _, columns = through.shares.shape
-    _add_mixes_shares((1,), (through.shares, *found, shares), (n, columns, 16), 4)
+    """Gradients of phi, alpha, bias and norm_weight, where they are needed and something reaches them, from the shares
+    of phi's and norm_weight's and those that ``through`` holds of the other two."""
+    phi_shares, weight_shares = shares
+    small = through is not None
+    wanted = [phi_shares is not None, small, small, weight_shares is not None]
+    found = _empty(parameters, [w and need for w, need in zip(wanted, needs, strict=True)])
+    g_phi, g_alpha, g_bias, g_weight = found
+    blocks = [0 if g is None else triton.cdiv(g.numel(), _SHARE_BLOCK) for g in (g_phi, g_weight)]
+    mixes = None
+    if through is not None and (g_alpha is not None or g_bias is not None):
+        mixes = through.shares
+    if not any(blocks) and mixes is None:
+        return found
+    some = next(s for s in (*shares, mixes) if s is not None)
+    chunks = next((s.shape[0] for s in shares if s is not None), 0)
+    _parameter_gradients(
+        (sum(blocks) + (mixes is not None),),
+        (
+            some
+            if phi_shares is None
+            else phi_shares,  # the launcher takes its device from the first argument
+            g_phi,
+            weight_shares,
+            g_weight,
+            mixes,
+            g_alpha,
+            g_bias,
+            chunks,
+            0 if g_phi is None else g_phi.numel(),
+            0 if g_weight is None else g_weight.numel(),
+            0 if mixes is None else mixes.shape[0],
+            *blocks,
+        ),
+        (n, tiles.columns(n) if mixes is None else mixes.shape[2], _SHARE_BLOCK, 8, 16),
+        4,
+    )
     return found
 
 
@@ -289,7 +349,7 @@ def _site_gradients_gluon(
     phi: Tensor,
     outs: Sequence[Tensor | None],
     need_norm_weight: bool,
-) -> list[Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None]:
     """`site_gradients` by the Hopper kernels."""
     from . import _gluon
 
@@ -329,10 +389,7 @@ def _site_gradients_gluon(
         through.coefficient,
         outs,
     )
-    g_norm_weight = None
-    if weight_shares is not None and norm_weight is not None:
-        g_norm_weight = add_shares(weight_shares, norm_weight)
-    return [add_shares(phi_shares, phi), g_norm_weight]
+    return phi_shares, weight_shares
 
 
 def mega_mhc_bwd(
@@ -386,7 +443,7 @@ def mega_mhc_bwd(
         assert g_new_residual is not None
         assert g_block_input is not None
         assert through is not None
-        g_phi, g_norm_weight = _site_gradients_gluon(
+        shares = _site_gradients_gluon(
             previous_output,
             residual,
             norm_weight,
@@ -402,7 +459,7 @@ def mega_mhc_bwd(
         )
     else:
         new, stride_new = aligned_rows(new_residual, 2)
-        g_phi, g_norm_weight = site_gradients(
+        shares = site_gradients(
             state,
             State(new, None, None, None, None, (0, stride_new, new.stride(-2))),
             n,
@@ -416,8 +473,8 @@ def mega_mhc_bwd(
             needs[5],
             needs[8],
         )
-    small = _small_gradients(through, alpha, bias, n, needs[6:8])
-    return _needed((*outs, g_phi, *small, g_norm_weight), inputs, needs)
+    found = _gradients_of_parameters(shares, through, (phi, alpha, bias, norm_weight), n, needs[5:])
+    return _needed((*outs, *found), inputs, needs)
 
 
 def mega_mhc_entry_bwd(
@@ -452,7 +509,7 @@ def mega_mhc_entry_bwd(
         (g_pre, g_post, g_res), alpha, bias, proj, u, n, width, x.dtype, hc_eps, num_iters
     )
     (g_x,) = _empty((x,), needs[:1])
-    g_phi, g_norm_weight = site_gradients(
+    shares = site_gradients(
         state,
         state,
         n,
@@ -466,8 +523,8 @@ def mega_mhc_entry_bwd(
         needs[1],
         needs[4],
     )
-    small = _small_gradients(through, alpha, bias, n, needs[2:4])
-    return _needed((g_x, g_phi, *small, g_norm_weight), inputs, needs)
+    found = _gradients_of_parameters(shares, through, (phi, alpha, bias, norm_weight), n, needs[1:])
+    return _needed((g_x, *found), inputs, needs)
 
 
 def mega_mhc_exit_bwd(
@@ -493,10 +550,11 @@ def mega_mhc_exit_bwd(
         return _zeros(inputs, needs)
     state = read_state(*state_inputs)
     outs = _empty(state_inputs, needs[:5])
-    _, g_norm_weight = site_gradients(
+    n = residual.shape[-2]
+    shares = site_gradients(
         state,
         state,
-        residual.shape[-2],
+        n,
         None,
         grad,
         norm_weight,
@@ -507,4 +565,6 @@ def mega_mhc_exit_bwd(
         False,
         needs[5],
     )
+    parameters = (None, None, None, norm_weight)
+    *_, g_norm_weight = _gradients_of_parameters(shares, None, parameters, n, (False, False, False, needs[5]))
     return _needed((*outs, g_norm_weight), inputs, needs)

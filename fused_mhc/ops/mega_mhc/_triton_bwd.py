@@ -19,7 +19,7 @@ from torch import Tensor
 from .._strides import alignment
 from .._triton_common import Launcher, cast, last_first, store, widen
 from ..h_aggregate._triton import aggregate_tile
-from ..proj_rms_compute_h._triton_bwd import add_shares, g_parts
+from ..proj_rms_compute_h._triton_bwd import g_parts
 from ..proj_rms_compute_h._triton_tiles import PARTS
 from . import config as tiles
 from ._triton_fwd import State, aligned_rows, split_phi
@@ -421,9 +421,9 @@ def site_gradients(
     outs: Sequence[Tensor | None],
     need_phi: bool,
     need_norm_weight: bool,
-) -> list[Tensor | None]:
-    """Steps 2 and 3: fills ``outs`` (gradients of output, residual or x, pre, post and mixing), returns those of phi
-    and norm_weight.
+) -> tuple[Tensor | None, Tensor | None]:
+    """Steps 2 and 3: fills ``outs`` (gradients of output, residual or x, pre, post and mixing), returns the shares
+    ``[chunks, ...]`` of those of phi and norm_weight.
 
     ``streams``: where step 2 reads the new streams: as they are (no output), or as the state that makes them again.
     """
@@ -530,7 +530,4 @@ def site_gradients(
             chosen.state_warps,
             1,
         )
-    return [
-        None if shares is None or like is None else add_shares(shares, like)
-        for shares, like in ((phi_shares, phi), (weight_shares, norm_weight))
-    ]
+    return phi_shares, weight_shares

@@ -19,7 +19,16 @@ from . import config as tiles
 from ._triton_fwd import config_for, hopper, runs_gluon, tma_rows
 from ._triton_tiles import PARTS, project_bwd_tile
 
-__all__ = ["GradParts", "add_all_shares", "add_shares", "g_parts", "padded", "parts_for", "project_bwd"]
+__all__ = [
+    "GradParts",
+    "add_all_shares",
+    "add_mapping_shares_tile",
+    "add_shares_tile",
+    "g_parts",
+    "padded",
+    "parts_for",
+    "project_bwd",
+]
 
 
 @triton.jit(
@@ -108,6 +117,31 @@ def project_bwd_kernel(
         tl.store(share_ptr + chunk * size * width + w_at, share, mask=w_mask)
 
 
+@triton.jit
+def add_shares_tile(share_ptr, total_ptr, at, shares, elements, UNROLL: tl.constexpr):
+    """Elements ``at`` of ``total = share[0] + share[1] + ...``, in that order."""
+    total = tl.zeros((at.shape[0],), tl.float32)
+    for first in range(0, shares, UNROLL):
+        for index in tl.static_range(UNROLL):
+            is_there = at < tl.where(first + index < shares, elements, 0)
+            total += tl.load(share_ptr + (first + index) * elements + at, mask=is_there, other=0.0)
+    store(total_ptr + at, total, mask=at < elements)
+
+
+@triton.jit
+def add_mapping_shares_tile(share_ptr, cols, shares, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    """Sums of ``[shares, 2, COLUMNS]``: the alphas' terms by column, and the bias."""
+    alpha = tl.zeros((ROWS, COLUMNS), tl.float32)
+    bias = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, shares, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        is_row = rows[:, None] < shares
+        at = share_ptr + rows[:, None] * (2 * COLUMNS) + cols[None, :]
+        alpha += tl.load(at, mask=is_row, other=0.0)
+        bias += tl.load(at + COLUMNS, mask=is_row, other=0.0)
+    return tl.sum(alpha, axis=0), tl.sum(bias, axis=0)
+
+
 @triton.jit(do_not_specialize=["shares", "elements", "mapping_shares"])
 def add_shares_kernel(
     share_ptr,
@@ -127,29 +161,17 @@ def add_shares_kernel(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """``total = share[0] + share[1] + ...``, in that order; the last program adds the shares ``[mapping_shares, 2,
-    COLUMNS]`` of the alphas and the bias, where there are any."""
+    """The sum of the shares; the last program adds the shares ``[mapping_shares, 2, COLUMNS]`` of the alphas and the bias,
+    where there are any."""
     if total_ptr is not None:
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        mask = at < elements
-        total = tl.zeros((BLOCK,), tl.float32)
-        for first in range(0, shares, UNROLL):
-            for index in tl.static_range(UNROLL):
-                is_there = at < tl.where(first + index < shares, elements, 0)
-                total += tl.load(share_ptr + (first + index) * elements + at, mask=is_there, other=0.0)
-        store(total_ptr + at, total, mask=mask)
+        add_shares_tile(share_ptr, total_ptr, at, shares, elements, UNROLL)
     if mapping_share_ptr is not None:
         if tl.program_id(0) == tl.num_programs(0) - 1:
             cols = tl.arange(0, COLUMNS)
-            alpha = tl.zeros((ROWS, COLUMNS), tl.float32)
-            bias = tl.zeros((ROWS, COLUMNS), tl.float32)
-            for first in range(0, mapping_shares, ROWS):
-                rows = first + tl.arange(0, ROWS)
-                is_row = rows[:, None] < mapping_shares
-                term_ptr = mapping_share_ptr + rows[:, None] * (2 * COLUMNS) + cols[None, :]
-                alpha += tl.load(term_ptr, mask=is_row, other=0.0)
-                bias += tl.load(term_ptr + COLUMNS, mask=is_row, other=0.0)
-            alpha_terms, bias_terms = tl.sum(alpha, axis=0), tl.sum(bias, axis=0)
+            alpha_terms, bias_terms = add_mapping_shares_tile(
+                mapping_share_ptr, cols, mapping_shares, COLUMNS, ROWS
+            )
             if g_alpha_pre_ptr is not None:
                 store(g_alpha_pre_ptr, tl.sum(tl.where(cols < N_STREAMS, alpha_terms, 0.0)))
             if g_alpha_post_ptr is not None:
@@ -245,13 +267,6 @@ def add_all_shares(
         (1024, 8, n, size, 16 if mapping_shares is None else mapping_shares.shape[2], 32),
         4,
     )
-
-
-def add_shares(shares: Tensor, like: Tensor) -> Tensor:
-    """Sum of ``shares [S, *like.shape]`` over S in index order, in the dtype of ``like``."""
-    total = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    add_all_shares(shares, total)
-    return total
 
 
 def project_bwd(

@@ -13,6 +13,7 @@ import importlib.metadata
 import json
 import re
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -54,16 +55,19 @@ SIZES = {
 
 
 def build(size: str, device: torch.device) -> Any:
-    """The model: seeded random weights, bf16, its hyper-connections in fp32."""
+    """The model: seeded random weights, bf16, its hyper-connections in fp32. Built without memory, so that each weight
+    is drawn once, where it stays, in its own dtype."""
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
-    torch.manual_seed(0)
     config = DeepseekV4Config(num_hidden_layers=LAYERS, num_hash_layers=0, pad_token_id=0, **SIZES[size])
-    with torch.device(device):
+    with torch.device("meta"):
         model = DeepseekV4ForCausalLM(config).to(torch.bfloat16)
     for name, module in model.named_modules():
         if name.endswith(("attn_hc", "ffn_hc", "hc_head")):
             module.float()
+    model.to_empty(device=device)
+    torch.manual_seed(0)
+    model.init_weights()
     return model.train()
 
 
@@ -103,7 +107,7 @@ def rows(model: Any, ids: torch.Tensor, backend: str, repeats: int) -> Iterator[
     for direction, call in (("fwd", forward), ("fwd+bwd", step)):
         us, peak = timed(call, ids.device, repeats)
         model.zero_grad(set_to_none=True)
-        yield {
+        row = {
             "op": "deepseek_v4",
             "direction": direction,
             "backend": backend,
@@ -118,6 +122,9 @@ def rows(model: Any, ids: torch.Tensor, backend: str, repeats: int) -> Iterator[
             "tokens_per_s": round(ids.numel() / us * 1e6, 1),
             "peak_bytes": peak,
         }
+        memory = "" if peak is None else f", {peak / 2**30:.2f} GiB"
+        print(f"{backend:>12} {direction:>7}: {row['tokens_per_s']:>10.0f} tokens/s{memory}", flush=True)
+        yield row
 
 
 def main(
@@ -140,16 +147,16 @@ def main(
     bandwidth = copy_bandwidth(where, 1 << (20 if tiny else 30))
     report = run_bench([], [], device=where, commit=commit, copy_gbps=bandwidth).to_dict()
     report["transformers"] = importlib.metadata.version("transformers")
+    began = time.perf_counter()
     model = build("tiny" if tiny else "full", where)
+    size = sum(p.numel() for p in model.parameters())
+    print(f"built {size:,} parameters in {time.perf_counter() - began:.1f} s", flush=True)
     ids = torch.randint(1, model.config.vocab_size, (batch, length), device=where)
     report["rows"] = list(rows(model, ids, "transformers", repeats))
     apply_fused_mhc_to_deepseek_v4(model, backend=backend)
     chosen = next(row.chosen for row in backend_status(backend, where) if row.op == "mhc_pre")
     report["rows"] += rows(model, ids, chosen, repeats)
     undo_fused_mhc_to_deepseek_v4(model)
-    for row in report["rows"]:
-        peak = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / 2**30:.2f} GiB"
-        print(f"{row['backend']:>12} {row['direction']:>7}: {row['tokens_per_s']:>10.0f} tokens/s{peak}")
     gpu = re.sub(r"[^a-z0-9]+", "-", report["gpu"].lower()).strip("-")
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{gpu}-deepseek-v4.json"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -101,3 +103,18 @@ def test_capture_with_a_cold_cache(tokens: int) -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
+
+
+def test_the_example() -> None:
+    root = Path(__file__).parents[2]
+    ran = subprocess.run(
+        [sys.executable, "examples/cuda_graph.py"],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr[-2000:]
+    assert ran.stdout.count("same bits: True") == 5

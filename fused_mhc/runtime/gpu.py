@@ -21,9 +21,7 @@ from fused_mhc.device import device_info
 from fused_mhc.errors import BackendError, InputError, ScheduleError
 from fused_mhc.ops._strides import alignment
 from fused_mhc.ops._triton_common import INTERPRETING
-from fused_mhc.ops.proj_rms_compute_h._triton_bwd import g_parts
-from fused_mhc.ops.proj_rms_compute_h._triton_tiles import ORDER, PARTS
-from fused_mhc.ops.proj_rms_compute_h.config import SLICE, columns
+from fused_mhc.ops.proj_rms_compute_h.config import ORDER, PARTS, SLICE, columns, g_parts
 from fused_mhc.ops.sinkhorn.config import heuristic as sinkhorn_heuristic
 from fused_mhc.scheduler import Program, check_queues, verify
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._strides import alignment, flatten
 from .._triton_common import Launcher, sigmoid, store, widen
-from ..proj_rms_compute_h._triton_bwd import add_all_shares, g_parts, parts_for, project_bwd
+from ..proj_rms_compute_h._triton_bwd import add_all_shares, parts_for, project_bwd
 from ..proj_rms_compute_h._triton_fwd import project
 from ..proj_rms_compute_h._triton_tiles import (
     collect_tile,
@@ -25,6 +25,7 @@ from ..proj_rms_compute_h._triton_tiles import (
     rms_tile,
     store_parts,
 )
+from ..proj_rms_compute_h.config import g_parts
 
 __all__ = ["learned_output_contract_bwd", "learned_output_contract_fwd"]
 

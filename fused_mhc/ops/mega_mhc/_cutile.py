@@ -26,7 +26,7 @@ from .._rows import row_candidates
 from .._strides import alignment, flatten
 from ..h_aggregate._cutile import aggregate_tile
 from ..h_post_bda._cutile import mix_tile
-from ..proj_rms_compute_h._cutile_fwd import project, projected_columns
+from ..proj_rms_compute_h._cutile_fwd import project
 from ..proj_rms_compute_h._cutile_tiles import (
     alpha_columns,
     collect_tile,
@@ -34,6 +34,7 @@ from ..proj_rms_compute_h._cutile_tiles import (
     rms_tile,
     store_mapping,
 )
+from ..proj_rms_compute_h.config import padded
 from ..sinkhorn._cutile import sinkhorn_fwd
 
 __all__ = ["mega_mhc_fwd"]
@@ -309,7 +310,7 @@ def mega_mhc_fwd(
         (-(-count // _MIXES_TOKENS),),
         (partial, square, alpha.contiguous(), bias.contiguous(), pre, post, logits, proj, u),
         (count, partial.shape[0], float(n * width), norm_eps, hc_eps),
-        (n, projected_columns(size), _MIXES_TOKENS, per_group),
+        (n, padded(size), _MIXES_TOKENS, per_group),
     )
     return (
         new_residual,

@@ -31,7 +31,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .._strides import flatten
 from .._triton_common import Launcher
-from ..proj_rms_compute_h._triton_tiles import PARTS, part
+from ..proj_rms_compute_h._triton_tiles import part
+from ..proj_rms_compute_h.config import PARTS
 from . import config as tiles
 
 __all__ = ["norm_bwd", "state_bwd"]

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...device import device_info
 from .._strides import flatten
 from .._triton_common import INTERPRETING, Launcher, store, widen
-from ..proj_rms_compute_h._triton_bwd import add_mapping_shares_tile, add_shares_tile, g_parts
+from ..proj_rms_compute_h._triton_bwd import add_mapping_shares_tile, add_shares_tile
 from ..proj_rms_compute_h._triton_tiles import (
     alpha_columns,
     load_columns,
@@ -25,6 +25,7 @@ from ..proj_rms_compute_h._triton_tiles import (
     store_interleaved_parts,
     store_parts,
 )
+from ..proj_rms_compute_h.config import g_parts
 from ..sinkhorn._triton import sinkhorn_bwd, sinkhorn_bwd_tile, sinkhorn_load_tile, sinkhorn_store_tile
 from ..sinkhorn.config import heuristic as sinkhorn_heuristic
 from . import config as tiles

@@ -19,8 +19,7 @@ from torch import Tensor
 from .._strides import alignment
 from .._triton_common import Launcher, cast, last_first, store, widen
 from ..h_aggregate._triton import aggregate_tile
-from ..proj_rms_compute_h._triton_bwd import g_parts
-from ..proj_rms_compute_h._triton_tiles import PARTS
+from ..proj_rms_compute_h.config import PARTS, g_parts
 from . import config as tiles
 from ._triton_fwd import State, aligned_rows, split_phi
 from ._triton_tiles import (

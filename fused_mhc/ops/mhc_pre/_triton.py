@@ -17,9 +17,9 @@ from .._triton_common import Launcher, elements, last_first, widen
 from .._tuning import tuned
 from ..h_aggregate._triton import aggregate_row
 from ..h_aggregate.config import candidates, heuristic
-from ..proj_rms_compute_h._triton_bwd import padded
 from ..proj_rms_compute_h._triton_fwd import project
 from ..proj_rms_compute_h._triton_tiles import alpha_columns, collect_tile, mapping_tile, rms_tile
+from ..proj_rms_compute_h.config import padded
 from ..sinkhorn._triton import sinkhorn_fwd, sinkhorn_load_tile, sinkhorn_store_tile, sinkhorn_tile
 from ..sinkhorn.config import MAX_REGISTER_STREAMS
 from . import config as tiles

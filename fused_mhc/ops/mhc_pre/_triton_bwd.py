@@ -20,7 +20,7 @@ from torch import Tensor
 from .._strides import flatten
 from .._triton_common import Launcher, widen
 from ..h_aggregate._triton import h_aggregate_bwd
-from ..proj_rms_compute_h._triton_bwd import add_all_shares, g_parts, parts_for, project_bwd
+from ..proj_rms_compute_h._triton_bwd import add_all_shares, parts_for, project_bwd
 from ..proj_rms_compute_h._triton_tiles import (
     alpha_columns,
     load_columns,
@@ -29,6 +29,7 @@ from ..proj_rms_compute_h._triton_tiles import (
     store_interleaved_parts,
     store_parts,
 )
+from ..proj_rms_compute_h.config import g_parts
 from ..sinkhorn._triton import sinkhorn_bwd, sinkhorn_bwd_tile, sinkhorn_load_tile, sinkhorn_store_tile
 from ..sinkhorn.config import MAX_REGISTER_STREAMS_BWD
 from ..sinkhorn.config import heuristic as sinkhorn_heuristic

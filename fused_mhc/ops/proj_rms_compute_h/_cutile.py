@@ -16,8 +16,8 @@ from torch import Tensor
 from .._cutile_common import Launcher, kernel, widen
 from .._strides import flatten
 from . import config as tiles
-from ._cutile_bwd import add_all_shares, g_parts, parts_for, project_bwd
-from ._cutile_fwd import project, projected_columns
+from ._cutile_bwd import add_all_shares, parts_for, project_bwd
+from ._cutile_fwd import project
 from ._cutile_tiles import (
     alpha_columns,
     collect_tile,
@@ -29,6 +29,7 @@ from ._cutile_tiles import (
     store_mapping,
     store_parts,
 )
+from .config import g_parts, padded
 
 __all__ = ["proj_rms_compute_h_bwd", "proj_rms_compute_h_fwd"]
 
@@ -203,7 +204,7 @@ def proj_rms_compute_h_fwd(
         (-(-count // MAPPING_TOKENS),),
         (partial, square, alpha_pre, alpha_post, alpha_res, bias.contiguous(), *outs),
         (count, partial.shape[0], float(width), eps, compute_h_eps),
-        (n, projected_columns(size), MAPPING_TOKENS, per_group, rms_eps_mode == "inside"),
+        (n, padded(size), MAPPING_TOKENS, per_group, rms_eps_mode == "inside"),
     )
     return tuple(outs)
 

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from .._cutile_common import Launcher, Whole, architecture, kernel, widen
 from . import config as tiles
-from ._cutile_fwd import projected_columns, row_spans, rows_of, warp_groups
-from ._cutile_tiles import PARTS, part
+from ._cutile_fwd import row_spans, rows_of, warp_groups
+from ._cutile_tiles import part
+from .config import PARTS, g_parts, padded
 
-__all__ = ["GradParts", "add_all_shares", "g_parts", "parts_for", "project_bwd"]
+__all__ = ["GradParts", "add_all_shares", "parts_for", "project_bwd"]
 
 #: Elements of the weight's gradient that a program adds up, and shares whose loads are in flight together.
 _SHARE_BLOCK, _SHARE_UNROLL = 1024, 8
@@ -173,15 +174,10 @@ class GradParts(NamedTuple):
         return self.parts.shape[2]
 
 
-def g_parts(dtype: torch.dtype) -> int:
-    """bf16 parts of the mapping's gradient: three for fp32 x; for 16-bit x two, which are off by 2^-17."""
-    return 3 if dtype is torch.float32 else 2
-
-
 def parts_for(x: Tensor, size: int) -> GradParts:
     """Room for what stage two reads."""
     count = x.numel() // x.shape[-1]
-    shape = (count, g_parts(x.dtype), projected_columns(size))
+    shape = (count, g_parts(x.dtype), padded(size))
     return GradParts(
         torch.empty(shape, dtype=torch.bfloat16, device=x.device),
         torch.empty(count, dtype=torch.float32, device=x.device),

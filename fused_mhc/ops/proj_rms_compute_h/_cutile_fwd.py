@@ -13,12 +13,13 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from .._cutile_common import Launcher, Whole, architecture, kernel, power_of_two, widen
+from .._cutile_common import Launcher, Whole, architecture, kernel, widen
 from .._strides import flatten
 from . import config as tiles
-from ._cutile_tiles import ORDER, PARTS, part
+from ._cutile_tiles import part
+from .config import ORDER, PARTS, padded
 
-__all__ = ["project", "projected_columns", "row_spans", "rows_of", "warp_groups"]
+__all__ = ["project", "row_spans", "rows_of", "warp_groups"]
 
 #: Elements of K that a program of the weight's splitting takes.
 _SPLIT = 1024
@@ -130,11 +131,6 @@ _split_weight = Launcher(split_weight_kernel)
 _project = Launcher(project_kernel)
 
 
-def projected_columns(size: int) -> int:
-    """Columns of the projection, padded: N rounded up to a power of two, at least 16."""
-    return max(16, power_of_two(size))
-
-
 def warp_groups(arch: str) -> bool:
     """The tensor cores take their operands from memory (Hopper, and Blackwell for servers), which leaves registers."""
     return arch in ("sm_90", "sm_100", "sm_103")
@@ -194,7 +190,7 @@ def project(x: Tensor, weight: Tensor, precision: str) -> tuple[Tensor, Tensor, 
         (width, size, part_width),
         (w_parts,),
     )
-    columns = projected_columns(size)
+    columns = padded(size)
     tokens = _tokens(columns, x_parts, architecture(device))
     ratio = tiles.SLICE // tiles.STEP
     slices = tiles.slices_per_program(-(-count // tokens), -(-width // tiles.GROUP))

@@ -6,13 +6,10 @@ fp32 operands are multiplied on the tensor cores as sums of bf16 parts: three of
 from __future__ import annotations
 
 import cuda.tile as ct
-import torch
 
 from .._cutile_common import sigmoid, widen
 
 __all__ = [
-    "ORDER",
-    "PARTS",
     "alpha_columns",
     "collect_tile",
     "load_mix_columns",
@@ -24,11 +21,6 @@ __all__ = [
     "store_mapping",
     "store_parts",
 ]
-
-#: bf16 parts that hold every bit of a value of this dtype.
-PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
-#: Products of parts i and j are taken where ``i + j`` is below this.
-ORDER = {"fp32": 3, "tf32": 2}
 
 
 def part(value, INDEX):

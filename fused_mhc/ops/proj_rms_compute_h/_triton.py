@@ -17,7 +17,7 @@ from torch import Tensor
 from .._strides import flatten
 from .._triton_common import Launcher, widen
 from . import config as tiles
-from ._triton_bwd import add_all_shares, g_parts, padded, parts_for, project_bwd
+from ._triton_bwd import add_all_shares, parts_for, project_bwd
 from ._triton_fwd import project
 from ._triton_tiles import (
     alpha_columns,
@@ -30,6 +30,7 @@ from ._triton_tiles import (
     store_interleaved_parts,
     store_parts,
 )
+from .config import g_parts, padded
 
 __all__ = ["proj_rms_compute_h_bwd", "proj_rms_compute_h_fwd"]
 

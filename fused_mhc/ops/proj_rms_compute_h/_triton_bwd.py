@@ -17,15 +17,14 @@ from .._strides import alignment, flatten
 from .._triton_common import Launcher, store, widen
 from . import config as tiles
 from ._triton_fwd import config_for, hopper, runs_gluon, tma_rows
-from ._triton_tiles import PARTS, project_bwd_tile
+from ._triton_tiles import project_bwd_tile
+from .config import PARTS, g_parts, padded
 
 __all__ = [
     "GradParts",
     "add_all_shares",
     "add_mapping_shares_tile",
     "add_shares_tile",
-    "g_parts",
-    "padded",
     "parts_for",
     "project_bwd",
 ]
@@ -202,16 +201,6 @@ class GradParts(NamedTuple):
     def columns(self) -> int:
         """Columns of the projection, padded."""
         return self.parts.shape[1] // 2 if self.interleaved else self.parts.shape[2]
-
-
-def padded(size: int) -> int:
-    """Columns of the projection rounded up to a power of two, at least 16."""
-    return max(16, 1 << (size - 1).bit_length())
-
-
-def g_parts(dtype: torch.dtype) -> int:
-    """bf16 parts of the mapping's gradient: three for fp32 x; for 16-bit x two, which are off by 2^-17."""
-    return 3 if dtype is torch.float32 else 2
 
 
 def parts_for(

@@ -21,7 +21,8 @@ from .._strides import alignment, flatten
 from .._triton_common import INTERPRETING, Launcher
 from .._tuning import tuned
 from . import config as tiles
-from ._triton_tiles import ORDER, PARTS, part, project_tile
+from ._triton_tiles import part, project_tile
+from .config import ORDER, PARTS
 
 __all__ = ["SPLIT_BLOCK", "empty_parts", "hopper", "project", "runs_gluon", "split_weight_tile", "tma_rows"]
 

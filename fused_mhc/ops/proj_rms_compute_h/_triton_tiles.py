@@ -5,15 +5,12 @@ fp32 operands are multiplied on the tensor cores as sums of bf16 parts: three of
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from .._triton_common import cast, dot_bf16, sigmoid, widen
 
 __all__ = [
-    "ORDER",
-    "PARTS",
     "alpha_columns",
     "collect_tile",
     "dot_weight_parts",
@@ -28,11 +25,6 @@ __all__ = [
     "store_interleaved_parts",
     "store_parts",
 ]
-
-#: bf16 parts that hold every bit of a value of this dtype.
-PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
-#: Products of parts i and j are taken where ``i + j`` is below this.
-ORDER = {"fp32": 3, "tf32": 2}
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Tile sizes of the projection's Triton kernels.
+"""Tile sizes of the projection's kernels, and the parts that its products are made of.
 
 `STEP`, `SLICE`, `GROUP`, `CHUNK`, `grad_tokens` and the tile of the mapping kernels fix the order of sums and are part
 of the operation. What a tuned configuration may change leaves every bit as it is.
@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 __all__ = [
     "CHUNK",
     "GROUP",
     "HOPPER_WIDTH",
+    "ORDER",
+    "PARTS",
     "SHARE_TOKENS",
     "SLICE",
     "STEP",
@@ -19,11 +23,17 @@ __all__ = [
     "candidates",
     "chunks_per_program",
     "columns",
+    "g_parts",
     "heuristic",
+    "padded",
     "slices_per_program",
     "valid",
 ]
 
+#: bf16 parts that hold every bit of a value of this dtype.
+PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+#: Products of parts i and j are taken where ``i + j`` is below this.
+ORDER = {"fp32": 3, "tf32": 2}
 #: Elements of K in one step: one tile of x and one of the weight in shared memory.
 STEP = 64
 #: Elements of K whose sum is the smallest that a program may leave behind.
@@ -60,7 +70,17 @@ class ProjectionConfig:
 
 def columns(size: int) -> int:
     """Columns of the projection in one program: N rounded up to a power of two, 16 to 128."""
-    return min(128, max(16, 1 << (size - 1).bit_length()))
+    return min(128, padded(size))
+
+
+def padded(size: int) -> int:
+    """Columns of the projection rounded up to a power of two, at least 16."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def g_parts(dtype: torch.dtype) -> int:
+    """bf16 parts of the mapping's gradient: three for fp32 x; for 16-bit x two, which are off by 2^-17."""
+    return 3 if dtype is torch.float32 else 2
 
 
 def slices_per_program(token_tiles: int, groups: int) -> int:
@@ -99,7 +119,6 @@ def candidates(shape: tuple[int, int], arch: str) -> list[ProjectionConfig]:
 def valid(config: ProjectionConfig, shape: tuple[int, int]) -> bool:
     """Whether the staged tiles of a configuration fit in the shared memory of a data-centre GPU (bf16 x)."""
     step = 2 * STEP * (config.tokens + 3 * columns(shape[0]))
-    padded = 1 << (max(16, shape[0]) - 1).bit_length()
-    grad_step = 2 * config.grad_tokens * (config.grad_width + 3 * padded)
-    grad = config.grad_stages * grad_step + 6 * padded * config.grad_width
+    grad_step = 2 * config.grad_tokens * (config.grad_width + 3 * padded(shape[0]))
+    grad = config.grad_stages * grad_step + 6 * padded(shape[0]) * config.grad_width
     return max(config.num_stages * step, grad) <= 224 * 1024

@@ -92,6 +92,7 @@ def site_kernel(
     n: tl.constexpr,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
     KEEP: tl.constexpr,
     ENTRY: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -130,6 +131,7 @@ def site_kernel(
             n,
             C,
             BLOCK,
+            GROUP,
             KEEP,
             ENTRY,
         )
@@ -281,7 +283,17 @@ def _run_site(
             part_rows,
             part_width,
         ),
-        (n, width, chosen.block, chosen.keep, state.output is None, align, w_parts, SPLIT_BLOCK),
+        (
+            n,
+            width,
+            chosen.block,
+            chosen.group,
+            chosen.keep,
+            state.output is None,
+            align,
+            w_parts,
+            SPLIT_BLOCK,
+        ),
         chosen.num_warps,
     )
 

@@ -106,10 +106,28 @@ def load_parts(pointer, size, offsets, mask, PARTS: tl.constexpr):
 
 
 @triton.jit
-def site_chunk_tile(
+def load_site_columns(
     output_row,
     residual_row,
     stream_stride,
+    columns,
+    n: tl.constexpr,
+    C: tl.constexpr,
+    FULL: tl.constexpr,
+    ENTRY: tl.constexpr,
+):
+    """Some columns of a token's streams and of the output."""
+    mask = None if FULL else columns < C
+    streams = load_streams(residual_row, stream_stride, columns, mask, n)
+    if ENTRY:
+        return streams
+    else:
+        return streams + (load_masked(output_row + columns, mask),)
+
+
+@triton.jit
+def site_columns_tile(
+    loaded,
     new_row,
     mixing,
     post,
@@ -121,15 +139,13 @@ def site_chunk_tile(
     dtype: tl.constexpr,
     ENTRY: tl.constexpr,
 ):
-    """Steps 1 and (before its norm) 3 on some columns of a token: writes the new streams, returns ``mixed``."""
+    """Steps 1 and (before its norm) 3 on columns of `load_site_columns`: writes the new streams, returns ``mixed``."""
     mask = None if FULL else columns < C
-    streams = load_streams(residual_row, stream_stride, columns, mask, n)
     if ENTRY:
-        new = streams
-        mixed = widen(streams[0])
+        new = loaded
+        mixed = widen(loaded[0])
     else:
-        output = load_masked(output_row + columns, mask)
-        new = update_tile(streams, output, mixing, post, n, dtype)
+        new = update_tile(loaded[:n], loaded[n], mixing, post, n, dtype)
         mixed = aggregate_tile(new, pre, n)
     if new_row is not None:
         for j in tl.static_range(n):
@@ -159,10 +175,12 @@ def site_row_tile(
     n: tl.constexpr,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
     KEEP: tl.constexpr,
     ENTRY: tl.constexpr,
 ):
-    """Steps 1 and 3 for one token. KEEP: ``mixed`` stays in registers until its RMS is known, else it is made again.
+    """Steps 1 and 3 for one token, GROUP blocks of columns loaded before the first of them is stored. KEEP: ``mixed``
+    stays in registers until its RMS is known, else it is made again.
 
     ENTRY: ``residual_ptr`` is x, with a stream stride of 0, and there is nothing before it."""
     FULL: tl.constexpr = C % BLOCK == 0
@@ -184,46 +202,32 @@ def site_row_tile(
     columns = tl.arange(0, BLOCK)
     square = tl.zeros((BLOCK,), tl.float32)
     kept = ()
-    for chunk in tl.static_range(CHUNKS):
-        mixed = site_chunk_tile(
-            output_row,
-            residual_row,
-            stream_stride,
-            new_row,
-            mixing,
-            post,
-            pre,
-            chunk * BLOCK + columns,
-            n,
-            C,
-            FULL,
-            dtype,
-            ENTRY,
-        )
-        square = tl.fma(mixed, mixed, square)
-        if KEEP:
-            kept = kept + (mixed,)
+    VECTORS: tl.constexpr = n if ENTRY else n + 1
+    for first in tl.static_range(0, CHUNKS, GROUP):
+        loaded = ()
+        for k in tl.static_range(GROUP):
+            if first + k < CHUNKS:
+                at = (first + k) * BLOCK + columns
+                loaded = loaded + load_site_columns(
+                    output_row, residual_row, stream_stride, at, n, C, FULL, ENTRY
+                )
+        for k in tl.static_range(GROUP):
+            if first + k < CHUNKS:
+                at = (first + k) * BLOCK + columns
+                own = loaded[k * VECTORS : k * VECTORS + VECTORS]
+                mixed = site_columns_tile(own, new_row, mixing, post, pre, at, n, C, FULL, dtype, ENTRY)
+                square = tl.fma(mixed, mixed, square)
+                if KEEP:
+                    kept = kept + (mixed,)
     rstd = norm_scale(tl.sum(square, 0), norm_eps, C)
     tl.store(rstd_ptr + token, rstd)
     for chunk in tl.static_range(CHUNKS):
         if KEEP:
             mixed = kept[chunk]
         else:
-            mixed = site_chunk_tile(
-                output_row,
-                residual_row,
-                stream_stride,
-                None,
-                mixing,
-                post,
-                pre,
-                chunk * BLOCK + columns,
-                n,
-                C,
-                FULL,
-                dtype,
-                ENTRY,
-            )
+            at = chunk * BLOCK + columns
+            loaded = load_site_columns(output_row, residual_row, stream_stride, at, n, C, FULL, ENTRY)
+            mixed = site_columns_tile(loaded, None, mixing, post, pre, at, n, C, FULL, dtype, ENTRY)
         at = chunk * BLOCK + columns
         mask = None if FULL else at < C
         normed = mixed * rstd

@@ -28,6 +28,7 @@ class SiteConfig:
 
     Attributes:
         block, num_warps: columns of a token that a program of the forward updates at once, and its warps.
+        group: blocks of columns whose loads come before the first one's stores.
         keep: keep ``mixed`` in registers until its RMS is known (else it is made again).
         norm_width, norm_tokens, norm_warps: columns and tokens of a step of the pass for g_phi and the RMSNorm.
         state_width, state_tokens, state_warps: columns and tokens of a step of the pass for the state's gradients.
@@ -36,6 +37,7 @@ class SiteConfig:
 
     block: int
     num_warps: int
+    group: int
     keep: bool
     norm_width: int
     norm_tokens: int
@@ -59,6 +61,7 @@ def heuristic(n: int, width: int) -> SiteConfig:
     return SiteConfig(
         block=block,
         num_warps=max(1, min(4, block // 256)),
+        group=2 if n <= 4 else 1,
         keep=width <= 8192,
         norm_width=64 if n <= 4 else 32 if n <= 6 else 16,
         norm_tokens=32,

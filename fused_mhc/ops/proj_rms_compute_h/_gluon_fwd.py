@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from ...device import device_info
 from .._triton_common import Launcher
 from . import config as tiles
 from ._gluon_tma import COLUMNS, load_tile, thread_barrier, tiles_of
@@ -26,8 +27,9 @@ TOKENS = gl.constexpr(128)
 STEP = gl.constexpr(tiles.STEP)
 #: Steps in a slice.
 RATIO = gl.constexpr(tiles.SLICE // tiles.STEP)
-#: Tiles of x and of the weight in flight.
-STAGES, W_STAGES = gl.constexpr(3), gl.constexpr(3)
+#: Tiles of x and of the weight in a ring (no bit depends on it): where two programs share a multiprocessor, and where
+#: each has its own and has to keep as much in flight alone.
+SHARED_STAGES, OWN_STAGES = 3, 6
 #: Registers of a thread at the start, before the warpgroups share them out: two programs on a multiprocessor.
 REGISTERS = 80
 
@@ -54,14 +56,14 @@ def load_project_tile(
     k,
     steps,
     W_PARTS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     for i in range(steps):
         s = i % STAGES
         mbarrier.wait(x_free.index(s), ((i // STAGES) & 1) ^ 1)
         mbarrier.expect(x_ready.index(s), x_desc.block_type.nbytes)
         load_tile(x_desc, [row, k + i * STEP], x_ready.index(s), x_tiles.index(s))
-        s = i % W_STAGES
-        mbarrier.wait(w_free.index(s), ((i // W_STAGES) & 1) ^ 1)
+        mbarrier.wait(w_free.index(s), ((i // STAGES) & 1) ^ 1)
         mbarrier.expect(w_ready.index(s), W_PARTS * parts_desc.block_type.nbytes)
         for p in gl.static_range(W_PARTS):
             load_tile(
@@ -85,6 +87,7 @@ def multiply_project_tile(
     size,
     GROUP: gl.constexpr,
     W_PARTS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     """Rows ``64*GROUP`` and on of a program's tile; the left operand comes from registers, which hold it for the
     squares anyway."""
@@ -99,13 +102,12 @@ def multiply_project_tile(
         s = i % STAGES
         mbarrier.wait(x_ready.index(s), (i // STAGES) & 1)
         x = x_tiles.index(s).slice(64 * GROUP, 64, dim=0).load(operand)
-        w_s = i % W_STAGES
-        mbarrier.wait(w_ready.index(w_s), (i // W_STAGES) & 1)
+        mbarrier.wait(w_ready.index(s), (i // STAGES) & 1)
         chained = i % RATIO != 0
         for less in gl.static_range(W_PARTS - 1):
-            w = w_tiles.index(w_s * W_PARTS + W_PARTS - 1 - less).permute((1, 0))
+            w = w_tiles.index(s * W_PARTS + W_PARTS - 1 - less).permute((1, 0))
             small = warpgroup_mma(x, w, small, use_acc=chained if less == 0 else True, is_async=True)
-        w = w_tiles.index(w_s * W_PARTS).permute((1, 0))
+        w = w_tiles.index(s * W_PARTS).permute((1, 0))
         large = warpgroup_mma(x, w, large, use_acc=chained, is_async=True)
         # Not before the products took x: a tile that is still being read may be overwritten.
         thread_barrier()
@@ -113,7 +115,7 @@ def multiply_project_tile(
         squares += row_squares_tile(x)
         large, small, x = warpgroup_mma_wait(0, deps=[large, small, x])
         thread_barrier()
-        mbarrier.arrive(w_free.index(w_s), count=1)
+        mbarrier.arrive(w_free.index(s), count=1)
         if (i % RATIO == RATIO - 1) | (i == steps - 1):
             total += large + small
             square += gl.sum(squares, axis=1)
@@ -137,21 +139,21 @@ def project_kernel(
     steps: gl.int32,
     per_program: gl.int32,
     W_PARTS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     index = gl.program_id(0)
     row = gl.program_id(1) * TOKENS
     begin = index * per_program
     own_steps = gl.minimum(begin + per_program, steps) - begin
     x_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TOKENS, STEP], x_desc.layout)
-    w_tiles = gl.allocate_shared_memory(gl.bfloat16, [W_STAGES * W_PARTS, COLUMNS, STEP], parts_desc.layout)
+    w_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES * W_PARTS, COLUMNS, STEP], parts_desc.layout)
     x_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     x_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    w_ready = gl.allocate_shared_memory(gl.int64, [W_STAGES, 1], mbarrier.MBarrierLayout())
-    w_free = gl.allocate_shared_memory(gl.int64, [W_STAGES, 1], mbarrier.MBarrierLayout())
+    w_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    w_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(x_ready.index(i), count=1)
         mbarrier.init(x_free.index(i), count=2)
-    for i in gl.static_range(W_STAGES):
         mbarrier.init(w_ready.index(i), count=1)
         mbarrier.init(w_free.index(i), count=2)
     partial_ptr += index.to(gl.int64) * count * size
@@ -175,6 +177,7 @@ def project_kernel(
                     size,
                     0,
                     W_PARTS,
+                    STAGES,
                 ),
             ),
             (
@@ -194,6 +197,7 @@ def project_kernel(
                     size,
                     1,
                     W_PARTS,
+                    STAGES,
                 ),
             ),
             (
@@ -211,6 +215,7 @@ def project_kernel(
                     begin * STEP,
                     own_steps,
                     W_PARTS,
+                    STAGES,
                 ),
             ),
         ],
@@ -251,6 +256,7 @@ def project(
     count, size = partial.shape[1:]
     w_parts, rows, part_width = parts.shape
     step = tiles.STEP
+    alone = grid[0] * grid[1] <= device_info(x.device).sm_count
     _project(
         grid,
         (
@@ -263,6 +269,6 @@ def project(
             part_width // step,
             per_program,
         ),
-        (w_parts,),
+        (w_parts, OWN_STAGES if alone else SHARED_STAGES),
         4,
     )

@@ -63,18 +63,19 @@ def _calls() -> None:
             call()
             flush.zero_()
             torch.cuda.synchronize()
-            torch.cuda.nvtx.range_push(f"{op}:{name}")
+            # Start and end, not push and pop: a backward's launches come from a thread of autograd's own.
+            range_id = torch.cuda.nvtx.range_start(f"{op}__{name}")
             call()
             torch.cuda.synchronize()
-            torch.cuda.nvtx.range_pop()
+            torch.cuda.nvtx.range_end(range_id)
 
 
 def _profile(state: str) -> list[dict[str, Any]]:
     command = [
         shutil.which("ncu") or "ncu",
-        *("--csv", "--page", "raw", "--print-units", "base", "--nvtx", "--print-nvtx-rename", "kernel"),
+        *("--csv", "--page", "raw", "--print-units", "base", "--nvtx"),
         *("--clock-control", "none", "--cache-control", "none" if state == "flushed" else "all"),
-        *(f"--nvtx-include={op}:{way}/" for op in OPS for way in ("fwd", "bwd")),
+        *(f"--nvtx-include={op}__{way}" for op in OPS for way in ("fwd", "bwd")),
         *("--metrics", ",".join(_PASSES[state])),
         *(sys.executable, "-m", "benchmarks.counters", "--calls", "--out", os.devnull),
     ]
@@ -87,7 +88,7 @@ def _profile(state: str) -> list[dict[str, Any]]:
     rows = []
     for line in list(csv.DictReader(io.StringIO("\n".join(lines))))[1:]:  # the first row holds the units
         ranges = "".join(v or "" for k, v in line.items() if k and "Range" in k)
-        found = re.search(r"(\w+):(fwd|bwd)", ranges)
+        found = re.search(r"(\w+)__(fwd|bwd)", ranges)
         values = {
             name: float(line[name].replace(",", ""))
             for name in _PASSES[state]

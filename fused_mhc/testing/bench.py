@@ -284,7 +284,7 @@ def host_time(call: Callable[[], Any], device: torch.device | str) -> float:
         began = time.perf_counter()
         for _ in range(_HOST_CALLS):
             call()
-        best = min(best, (time.perf_counter() - began) / (_HOST_CALLS) * 1e6)
+        best = min(best, (time.perf_counter() - began) / _HOST_CALLS * 1e6)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     return best
@@ -318,23 +318,33 @@ def _version(package: str) -> str:
         return "none"
 
 
-def _runs(case: Case, backend: str, direction: str, device: torch.device) -> bool:
-    """Whether our ``backend`` has all that a case needs in a direction."""
+def _able(case: Case, backend: str, directions: Sequence[str], device: torch.device) -> list[str]:
+    """The directions in which our ``backend`` has all that a case needs."""
     chosen = {(row.op, row.direction): row.chosen for row in backend_status(backend, device)}
     needed = ("mhc_pre", "h_post_bda") if case.op == "sublayer" else (case.op,)
-    return all(chosen[op, "fwd" if op in FORWARD_ONLY else direction] == backend for op in needed)
+
+    def runs(direction: str) -> bool:
+        return all(chosen[op, "fwd" if op in FORWARD_ONLY else direction] == backend for op in needed)
+
+    return [direction for direction in directions if runs("fwd") and runs(direction)]
 
 
 def _columns(
-    case: Case, backends: Sequence[str], peers: Sequence[str], device: torch.device
-) -> Iterator[tuple[str, Any]]:
+    case: Case,
+    backends: Sequence[str],
+    peers: Sequence[str],
+    directions: Sequence[str],
+    device: torch.device,
+) -> Iterator[tuple[str, Any, Sequence[str]]]:
+    """Name, function and directions of every backend and peer that runs a case."""
     for backend in backends:
-        if _runs(case, backend, "fwd", device):
-            yield backend, _own(case, backend)
+        able = _able(case, backend, directions, device)
+        if able:
+            yield backend, _own(case, backend), able
     for peer in peers:
         function = PEERS[peer](case)
         if function is not None:
-            yield peer, function
+            yield peer, function, directions
 
 
 def _time_column(
@@ -404,11 +414,10 @@ def run_bench(
     failures: list[str] = []
     for case in cases:
         tensors = _tensors(case, where)
-        for name, function in _columns(case, backends, peers, where):
+        for name, function, able in _columns(case, backends, peers, directions, where):
             if progress is not None:
                 progress(f"{case.op} {name} {case.shape}")
             try:
-                able = [d for d in directions if name in PEERS or _runs(case, name, d, where)]
                 rows += _time_column(case, name, function, tensors, where, able, repeats, host, bandwidth)
             except Exception as error:  # somebody else's code may fail in any way; ours may not
                 if name not in PEERS:

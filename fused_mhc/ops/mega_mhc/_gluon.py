@@ -29,8 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .._strides import flatten
 from .._triton_common import Launcher
+from ..proj_rms_compute_h._triton_fwd import tma_rows
 from ..proj_rms_compute_h._triton_tiles import part
 from ..proj_rms_compute_h.config import PARTS
 from . import config as tiles
@@ -633,16 +633,6 @@ _state_bwd = Launcher(state_bwd_kernel)
 @functools.lru_cache(maxsize=None)
 def _layout(rows: int) -> Any:
     return gl.NVMMASharedLayout.get_default_for([rows, WIDTH], gl.bfloat16)
-
-
-def tma_rows(t: Tensor, trailing: int) -> tuple[Tensor, int]:
-    """``t`` as rows of its last ``trailing`` dimensions, each dense, that start at multiples of 16 bytes; copied where
-    they do not. Also the stride of the rows."""
-    flat, stride = flatten(t, trailing, dense=True)
-    width = math.prod(t.shape[t.dim() - trailing :])
-    if flat.data_ptr() % 16 or stride % 8 or stride < width:
-        return flat.clone(memory_format=torch.contiguous_format), width
-    return flat, stride
 
 
 def _tiles_of(t: Tensor, trailing: int, rows: int) -> TensorDescriptor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...device import device_info
 from .._strides import flatten
 from .._triton_common import INTERPRETING, Launcher, store, widen
-from ..proj_rms_compute_h._triton_bwd import add_mapping_shares_tile, add_shares_tile
+from ..proj_rms_compute_h._triton_bwd import add_mapping_shares_tile, add_shares_tile, store_alpha_gradients
 from ..proj_rms_compute_h._triton_tiles import (
     alpha_columns,
     load_columns,
@@ -167,9 +167,7 @@ def parameter_gradients_kernel(
         cols = tl.arange(0, COLUMNS)
         terms, bias = add_mapping_shares_tile(mixes_share_ptr, cols, mixes_shares, COLUMNS, ROWS)
         if g_alpha_ptr is not None:
-            store(g_alpha_ptr, tl.sum(tl.where(cols < n, terms, 0.0)))
-            store(g_alpha_ptr + 1, tl.sum(tl.where((cols >= n) & (cols < 2 * n), terms, 0.0)))
-            store(g_alpha_ptr + 2, tl.sum(tl.where(cols >= 2 * n, terms, 0.0)))
+            store_alpha_gradients(g_alpha_ptr, g_alpha_ptr + 1, g_alpha_ptr + 2, terms, cols, n)
         if g_bias_ptr is not None:
             store(g_bias_ptr + cols, bias, mask=cols < n * n + 2 * n)
 
@@ -268,14 +266,12 @@ def _gradients_of_parameters(
         mixes = through.shares
     if not any(blocks) and mixes is None:
         return found
-    some = next(s for s in (*shares, mixes) if s is not None)
+    first = next(s for s in (*shares, mixes) if s is not None)  # phi's, or one to tell the device by
     chunks = next((s.shape[0] for s in shares if s is not None), 0)
     _parameter_gradients(
         (sum(blocks) + (mixes is not None),),
         (
-            some
-            if phi_shares is None
-            else phi_shares,  # the launcher takes its device from the first argument
+            first,
             g_phi,
             weight_shares,
             g_weight,

@@ -19,9 +19,10 @@ from torch import Tensor
 from .._strides import alignment
 from .._triton_common import Launcher, cast, last_first, store, widen
 from ..h_aggregate._triton import aggregate_tile
+from ..proj_rms_compute_h._triton_fwd import split_weight
 from ..proj_rms_compute_h.config import PARTS, g_parts
 from . import config as tiles
-from ._triton_fwd import State, aligned_rows, split_phi
+from ._triton_fwd import State, aligned_rows
 from ._triton_tiles import (
     add_products,
     load_mixes,
@@ -493,7 +494,9 @@ def site_gradients(
         phi_parts = None
         if through is not None:
             assert phi is not None
-            phi_parts = split_phi(phi, min(PARTS[phi.dtype], g_parts(dtype)))
+            w_parts = min(PARTS[phi.dtype], g_parts(dtype))
+            phi_parts = torch.empty(w_parts, *phi.shape, dtype=torch.bfloat16, device=device)
+            split_weight(phi, phi_parts)
         wide = (*state.wide, stride_new, stream_stride_new, stride_block)
         strides = [stride // align for stride in wide]
         _state_bwd(

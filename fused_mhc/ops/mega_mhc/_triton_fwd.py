@@ -19,7 +19,7 @@ from torch import Tensor
 from .._strides import alignment, flatten
 from .._triton_common import Launcher, last_first, widen
 from ..proj_rms_compute_h._triton_fwd import SPLIT_BLOCK, empty_parts, project, split_weight_tile
-from ..proj_rms_compute_h._triton_tiles import alpha_columns, collect_tile, mapping_tile, part, rms_tile
+from ..proj_rms_compute_h._triton_tiles import alpha_columns, collect_tile, mapping_tile, rms_tile
 from ..sinkhorn._triton import sinkhorn_load_tile, sinkhorn_store_tile, sinkhorn_tile
 from . import config as tiles
 from ._triton_tiles import site_row_tile
@@ -32,23 +32,7 @@ __all__ = [
     "mega_mhc_fwd",
     "read_entry",
     "read_state",
-    "split_phi",
 ]
-
-
-@triton.jit(do_not_specialize=["elements"])
-def split_kernel(
-    phi_ptr,
-    parts_ptr,
-    elements: tl.int64,
-    W_PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The bf16 parts of phi, one matrix after the other."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    phi = tl.load(phi_ptr + at, mask=at < elements, other=0.0)
-    for index in tl.static_range(W_PARTS):
-        tl.store(parts_ptr + index * elements + at, part(phi, index), mask=at < elements)
 
 
 @triton.jit(
@@ -182,17 +166,8 @@ def mixes_kernel(
     sinkhorn_store_tile(res_ptr, sinkhorn_tile(logits, hc_eps, n, ITERATIONS, False), rows, row_mask, n)
 
 
-_split = Launcher(split_kernel)
 _site = Launcher(site_kernel)
 _mixes = Launcher(mixes_kernel)
-
-
-def split_phi(phi: Tensor, parts: int) -> Tensor:
-    """The first ``parts`` bf16 parts of phi, ``[parts, N, K]``."""
-    found = torch.empty(parts, *phi.shape, dtype=torch.bfloat16, device=phi.device)
-    elements = phi.numel()
-    _split((triton.cdiv(elements, 1024),), (phi.contiguous(), found, elements), (parts, 1024), 4)
-    return found
 
 
 def aligned_rows(t: Tensor, trailing: int) -> tuple[Tensor, int]:

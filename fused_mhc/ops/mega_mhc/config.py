@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import triton
 
+from ..proj_rms_compute_h.config import padded
+
 __all__ = ["CHUNK", "MAPPING_TOKENS", "MAX_FUSED_SINKHORN", "SiteConfig", "columns", "heuristic"]
 
 #: Tokens whose share of the gradients of phi and norm_weight is one partial sum.
@@ -50,7 +52,7 @@ class SiteConfig:
 
 def columns(n: int) -> int:
     """Columns of the projection, ``n*n + 2*n`` rounded up to a power of two that a tensor core takes."""
-    return max(16, triton.next_power_of_2(n * n + 2 * n))
+    return padded(n * n + 2 * n)
 
 
 @functools.lru_cache(maxsize=None)

@@ -27,6 +27,7 @@ __all__ = [
     "add_shares_tile",
     "parts_for",
     "project_bwd",
+    "store_alpha_gradients",
 ]
 
 
@@ -141,6 +142,17 @@ def add_mapping_shares_tile(share_ptr, cols, shares, COLUMNS: tl.constexpr, ROWS
     return tl.sum(alpha, axis=0), tl.sum(bias, axis=0)
 
 
+@triton.jit
+def store_alpha_gradients(g_pre_ptr, g_post_ptr, g_res_ptr, terms, cols, n: tl.constexpr):
+    """The alphas' gradients from their terms by column; None where one is not wanted."""
+    if g_pre_ptr is not None:
+        store(g_pre_ptr, tl.sum(tl.where(cols < n, terms, 0.0)))
+    if g_post_ptr is not None:
+        store(g_post_ptr, tl.sum(tl.where((cols >= n) & (cols < 2 * n), terms, 0.0)))
+    if g_res_ptr is not None:
+        store(g_res_ptr, tl.sum(tl.where(cols >= 2 * n, terms, 0.0)))
+
+
 @triton.jit(do_not_specialize=["shares", "elements", "mapping_shares"])
 def add_shares_kernel(
     share_ptr,
@@ -171,13 +183,9 @@ def add_shares_kernel(
             alpha_terms, bias_terms = add_mapping_shares_tile(
                 mapping_share_ptr, cols, mapping_shares, COLUMNS, ROWS
             )
-            if g_alpha_pre_ptr is not None:
-                store(g_alpha_pre_ptr, tl.sum(tl.where(cols < N_STREAMS, alpha_terms, 0.0)))
-            if g_alpha_post_ptr is not None:
-                is_post = (cols >= N_STREAMS) & (cols < 2 * N_STREAMS)
-                store(g_alpha_post_ptr, tl.sum(tl.where(is_post, alpha_terms, 0.0)))
-            if g_alpha_res_ptr is not None:
-                store(g_alpha_res_ptr, tl.sum(tl.where(cols >= 2 * N_STREAMS, alpha_terms, 0.0)))
+            store_alpha_gradients(
+                g_alpha_pre_ptr, g_alpha_post_ptr, g_alpha_res_ptr, alpha_terms, cols, N_STREAMS
+            )
             if g_bias_ptr is not None:
                 store(g_bias_ptr + cols, bias_terms, mask=cols < SIZE)
 

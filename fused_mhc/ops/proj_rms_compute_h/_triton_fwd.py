@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,16 @@ from . import config as tiles
 from ._triton_tiles import part, project_tile
 from .config import ORDER, PARTS
 
-__all__ = ["SPLIT_BLOCK", "empty_parts", "hopper", "project", "runs_gluon", "split_weight_tile", "tma_rows"]
+__all__ = [
+    "SPLIT_BLOCK",
+    "empty_parts",
+    "hopper",
+    "project",
+    "runs_gluon",
+    "split_weight",
+    "split_weight_tile",
+    "tma_rows",
+]
 
 #: Columns of K that a program splits.
 SPLIT_BLOCK = 1024
@@ -143,11 +153,13 @@ def runs_gluon(dtype: torch.dtype, width: int, size: int, device: torch.device) 
     return fits and not INTERPRETING.value and device_info(device).arch == "sm_90"
 
 
-def tma_rows(x: Tensor) -> tuple[Tensor, int]:
-    """Like `flatten(x, 1)`, for TMA: rows that do not start at multiples of 16 bytes are copied."""
-    flat, stride = flatten(x, 1)
-    if flat.data_ptr() % 16 or stride % 8 or stride < x.shape[-1]:
-        return flat.clone(memory_format=torch.contiguous_format), x.shape[-1]
+def tma_rows(t: Tensor, trailing: int = 1) -> tuple[Tensor, int]:
+    """``t`` as rows of its last ``trailing`` dimensions, each dense, for TMA: they start at multiples of 16 bytes, and are
+    copied where they do not. Also the stride of the rows."""
+    flat, stride = flatten(t, trailing, dense=True)
+    width = math.prod(t.shape[t.dim() - trailing :])
+    if flat.data_ptr() % 16 or stride % 8 or stride < width:
+        return flat.clone(memory_format=torch.contiguous_format), width
     return flat, stride
 
 
@@ -219,6 +231,17 @@ def empty_parts(dtype: torch.dtype, weight: Tensor, precision: str) -> Tensor:
     return torch.empty(shape, dtype=torch.bfloat16, device=weight.device)
 
 
+def split_weight(weight: Tensor, parts: Tensor) -> None:
+    """Fill ``parts [W_PARTS, rows, columns]``, at least as large as ``weight [N, K]``, with its bf16 parts and zeros."""
+    (size, width), (count, rows, part_width) = weight.shape, parts.shape
+    _split_weight(
+        (-(-part_width // SPLIT_BLOCK), rows),
+        (weight.contiguous(), parts, width, size, part_width),
+        (count, SPLIT_BLOCK),
+        4,
+    )
+
+
 def project(
     x: Tensor, weight: Tensor, precision: str, parts: Tensor | None = None
 ) -> tuple[Tensor, Tensor, int]:
@@ -237,17 +260,10 @@ def project(
     count = x.numel() // width
     device = x.device
     use = plan_for(x.dtype, weight, precision)
-    filled = parts is not None
     if parts is None:
         parts = empty_parts(x.dtype, weight, precision)
+        split_weight(weight, parts)
     _, rows, part_width = parts.shape
-    if not filled:
-        _split_weight(
-            (-(-part_width // SPLIT_BLOCK), rows),
-            (weight.contiguous(), parts, width, size, part_width),
-            (use.w_parts, SPLIT_BLOCK),
-            4,
-        )
     token_tiles = -(-count // use.tokens)
     slices = tiles.slices_per_program(token_tiles, -(-width // tiles.GROUP))
     per_program = slices * (tiles.SLICE // tiles.STEP)

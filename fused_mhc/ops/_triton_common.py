@@ -8,6 +8,7 @@ Kernel conventions of this package:
   the strides themselves come divided by it and are multiplied again inside (`elements`), which tells the compiler
   that loads may be wide.
 - Constexprs stand last in a kernel's signature.
+- A kernel begins with `follow`.
 - FP contraction is off at every launch: a kernel writes ``tl.fma`` where it wants one, so the rounding is that of
   the source on every Triton version.
 """
@@ -20,8 +21,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import target_info
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import env
+from ..device import device_info
 
 __all__ = [
     "INTERPRETING",
@@ -30,6 +34,7 @@ __all__ = [
     "cast",
     "dot_bf16",
     "elements",
+    "follow",
     "lane_dots",
     "lane_zeros",
     "last_first",
@@ -47,9 +52,19 @@ __all__ = [
 #: True when kernels run in Triton's interpreter; Triton too decides that once, when a kernel is defined.
 INTERPRETING = tl.constexpr(env.interpreting())
 #: PTX may be written by hand: compiled, and not for AMD.
-FAST_RECIPROCAL = tl.constexpr(not env.interpreting() and torch.version.hip is None)
+PTX = tl.constexpr(not env.interpreting() and torch.version.hip is None)
 #: A string default of a device function must be a constexpr (Triton 3.6).
 NO_POLICY = tl.constexpr("")
+
+
+@triton.jit
+def follow():
+    """Wait until the launch before this one has ended, and let the next one start beside our last programs: on Hopper
+    and later a launch finds its programs in place instead of waiting for them. Nothing is read or written before."""
+    if PTX:
+        if target_info.cuda_capability_geq(9, 0):
+            gdc_wait()
+            gdc_launch_dependents()
 
 
 @triton.jit
@@ -99,7 +114,7 @@ def dot_bf16(a, b, acc):
 @triton.jit
 def reciprocal(x):
     """``1/x`` within 1 ulp for normal ``x`` below 2^126 (NVIDIA: one instruction; ``1.0 / x`` is five)."""
-    if FAST_RECIPROCAL:
+    if PTX:
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
     else:
         return 1.0 / x
@@ -300,7 +315,16 @@ class Launcher:
         num_stages: int,
     ) -> Any:
         launch = self.kernel[grid]
-        return launch(*args, *constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False)
+        options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
+        if not INTERPRETING.value and _starts_early(args[0].device):
+            options["launch_pdl"] = True
+        return launch(*args, *constants, **options)
+
+
+def _starts_early(device: torch.device) -> bool:
+    """Whether a launch on ``device`` may start while the one before it ends (see `follow`)."""
+    arch = device_info(device).arch
+    return arch.startswith("sm_") and int(arch[3:]) >= 90
 
 
 def _profiled(hook: Any) -> bool:

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._strides import alignment, flatten
-from .._triton_common import Launcher, elements, load_columns, load_streams, store_columns, widen
+from .._triton_common import Launcher, elements, follow, load_columns, load_streams, store_columns, widen
 from ._triton_learned import learned_output_contract_bwd, learned_output_contract_fwd
 
 __all__ = [
@@ -44,6 +44,7 @@ def copies_kernel(
     BLOCK: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
+    follow()
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     FULL: tl.constexpr = C % BLOCK == 0
@@ -64,6 +65,7 @@ def totals_kernel(
     BLOCK: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
+    follow()
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     FULL: tl.constexpr = C % BLOCK == 0

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._strides import alignment, flatten
-from .._triton_common import Launcher, sigmoid, store, widen
+from .._triton_common import Launcher, follow, sigmoid, store, widen
 from ..proj_rms_compute_h._triton_bwd import add_all_shares, parts_for, project_bwd
 from ..proj_rms_compute_h._triton_fwd import project
 from ..proj_rms_compute_h._triton_tiles import (
@@ -64,6 +64,7 @@ def learned_contract_kernel(
     PER_GROUP: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
+    follow()
     inner, stride_x = inner // ALIGN * ALIGN, stride_x // ALIGN * ALIGN
     rows = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     row_mask = rows < count
@@ -109,6 +110,7 @@ def learned_contract_bwd_kernel(
     G_PARTS: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
+    follow()
     inner, stride_x, stride_grad = (
         inner // ALIGN * ALIGN,
         stride_x // ALIGN * ALIGN,

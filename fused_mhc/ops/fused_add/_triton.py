@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._triton_common import Launcher, store, widen
+from .._triton_common import Launcher, follow, store, widen
 from .._tuning import tuned
 from .config import candidates, heuristic
 
@@ -22,6 +22,7 @@ def add_3_tile(a, b, c):
 
 @triton.jit(do_not_specialize=["count"])
 def fused_add_3_kernel(a_ptr, b_ptr, c_ptr, out_ptr, count: tl.int64, BLOCK: tl.constexpr):
+    follow()
     elements = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = elements < count
     a = tl.load(a_ptr + elements, mask=inside, other=0.0)

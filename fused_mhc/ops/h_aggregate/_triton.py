@@ -18,6 +18,7 @@ from .._triton_common import (
     Launcher,
     block_sums,
     elements,
+    follow,
     lane_dots,
     lane_zeros,
     last_first,
@@ -81,6 +82,7 @@ def h_aggregate_fwd_kernel(
     GROUP: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
+    follow()
     token = last_first()
     weights = load_scalars(h_ptr + token * h_stride, n)
     x_row = x_ptr + token * elements(x_stride, ALIGN)
@@ -105,6 +107,7 @@ def h_aggregate_bwd_kernel(
     VECTOR: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
+    follow()
     WRITE: tl.constexpr = g_x_ptr is not None
     DOTS: tl.constexpr = n if g_h_ptr is not None else 0
     FULL: tl.constexpr = C % (BLOCK * GROUP) == 0

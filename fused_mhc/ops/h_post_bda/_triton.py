@@ -23,6 +23,7 @@ from .._triton_common import (
     Launcher,
     block_sums,
     elements,
+    follow,
     lane_dots,
     lane_zeros,
     last_first,
@@ -186,6 +187,7 @@ def h_post_bda_fwd_kernel(
     GROUP: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
+    follow()
     DROP: tl.constexpr = seed_ptr is not None
     FULL: tl.constexpr = C % (BLOCK * GROUP) == 0
     token = last_first()
@@ -344,6 +346,7 @@ def h_post_bda_bwd_kernel(
     tokens: ``bias_sums [chunks, C]`` takes its sum over the tokens, and ``g_h_res`` and ``g_h_post`` are then
     ``[T, groups, ...]`` in fp32: what each group adds to the dot products. The loads of STAGES - 1 tokens to come are
     in flight meanwhile, through shared memory."""
+    follow()
     DROP: tl.constexpr = seed_ptr is not None
     RES: tl.constexpr = n if g_h_res_ptr is not None else 0
     RESIDUAL: tl.constexpr = n if g_residual_ptr is not None else 0
@@ -507,6 +510,7 @@ def h_post_bda_sum_kernel(
     BLOCK: tl.constexpr,
 ):
     """The second stage of a backward with a bias gradient, everything in one launch."""
+    follow()
     BIAS_BLOCKS: tl.constexpr = (C + BIAS_BLOCK - 1) // BIAS_BLOCK
     program = tl.program_id(0).to(tl.int64)
     if program < BIAS_BLOCKS:

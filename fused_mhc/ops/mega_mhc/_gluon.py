@@ -29,18 +29,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .._triton_common import Launcher
+from .._triton_common import Launcher, follow
+from ..proj_rms_compute_h._gluon_tma import follow_launch, load_tile, store_tile, thread_barrier
 from ..proj_rms_compute_h._triton_fwd import tma_rows
 from ..proj_rms_compute_h._triton_tiles import part
 from ..proj_rms_compute_h.config import PARTS
 from . import config as tiles
 
 __all__ = ["norm_bwd", "state_bwd"]
-
-# These names changed after Triton 3.6.
-load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 #: Columns of a tile, and columns of the projection, padded.
 WIDTH, COLUMNS = 64, 32
@@ -63,6 +59,7 @@ def group_phi_kernel(
     """bf16 parts of phi ``[W_PARTS, COLUMNS, K]``, zeros below its rows. Columns change places within groups of 64: a
     product of 64 columns on four warps, eight a warp and twice over, then leaves each warp 16 neighbours, and each
     thread four."""
+    follow()
     row = tl.program_id(1)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     place = at % 64
@@ -149,6 +146,7 @@ def norm_bwd_kernel(
     WIDTH: gl.constexpr,
     STAGES: gl.constexpr,
 ):
+    follow_launch()
     N: gl.constexpr = n * n + 2 * n
     shared: gl.constexpr = new_desc.layout
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, WIDTH // 2, 16])
@@ -546,6 +544,7 @@ def state_bwd_kernel(
     W_PARTS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
+    follow_launch()
     PER: gl.constexpr = 2 * n + 2 + W_PARTS * n
     # Last tokens first, like `last_first`: the pass before this one went from the first to the last.
     row = (gl.num_programs(0) - 1 - gl.program_id(0)) * TOKENS

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...device import device_info
 from .._strides import flatten
-from .._triton_common import INTERPRETING, Launcher, store, widen
+from .._triton_common import INTERPRETING, Launcher, follow, store, widen
 from ..proj_rms_compute_h._triton_bwd import add_mapping_shares_tile, add_shares_tile, store_alpha_gradients
 from ..proj_rms_compute_h._triton_tiles import (
     alpha_columns,
@@ -88,6 +88,7 @@ def mixes_bwd_kernel(
     INTERLEAVED: tl.constexpr,
 ):
     """``logits_ptr``: the gradient of Sinkhorn's logits, ``[T, n*n]``; made here where ``g_res_ptr`` is given."""
+    follow()
     N: tl.constexpr = n * n + 2 * n
     tile = tl.program_id(0).to(tl.int64)
     rows = tile * TOKENS + tl.arange(0, TOKENS)
@@ -154,6 +155,7 @@ def parameter_gradients_kernel(
 ):
     """Sums of the shares of phi's and of norm_weight's gradient, BLOCK elements a program, and, in one more program, of
     the shares ``[mixes_shares, 2, COLUMNS]`` of alpha's and of the bias's. A gradient that is not wanted is None."""
+    follow()
     program = tl.program_id(0)
     at = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if program < phi_blocks:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._strides import alignment
-from .._triton_common import Launcher, cast, last_first, store, widen
+from .._triton_common import Launcher, cast, follow, last_first, store, widen
 from ..h_aggregate._triton import aggregate_tile
 from ..proj_rms_compute_h._triton_fwd import split_weight
 from ..proj_rms_compute_h.config import PARTS, g_parts
@@ -162,6 +162,7 @@ def norm_bwd_kernel(
 ):
     """Some columns of all streams, one chunk of tokens. ``mean_ptr [blocks, T]``: sums over these columns of the
     gradient before the norm weight times ``mixed``."""
+    follow()
     N: tl.constexpr = n * n + 2 * n
     block, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     c = block * WIDTH + tl.arange(0, WIDTH)
@@ -282,6 +283,7 @@ def state_bwd_kernel(
 ):
     """All columns of some tokens, stream after stream. ``phi_ptr``: bf16 parts of phi (None: nothing comes through the
     mixes). At the entry ``g_residual_ptr`` is that of x."""
+    follow()
     N: tl.constexpr = n * n + 2 * n
     SQUARE: tl.constexpr = triton.next_power_of_2(n * n)
     NEEDS_TOTAL: tl.constexpr = (

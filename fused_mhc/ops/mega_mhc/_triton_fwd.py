@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._strides import alignment, flatten
-from .._triton_common import Launcher, last_first, widen
+from .._triton_common import Launcher, follow, last_first, widen
 from ..proj_rms_compute_h._triton_fwd import SPLIT_BLOCK, empty_parts, project, split_weight_tile
 from ..proj_rms_compute_h._triton_tiles import alpha_columns, collect_tile, mapping_tile, rms_tile
 from ..sinkhorn._triton import sinkhorn_load_tile, sinkhorn_store_tile, sinkhorn_tile
@@ -85,6 +85,7 @@ def site_kernel(
 ):
     """The first ``splits`` programs fill the parts of phi that the projection reads next, SPLIT columns each; every
     other one makes one token: all of its columns. At the exit ``new_ptr`` is None and nothing is split."""
+    follow()
     program = tl.program_id(0)
     if program < splits:
         if W_PARTS > 0:
@@ -143,6 +144,7 @@ def mixes_kernel(
     ITERATIONS: tl.constexpr,
     PER_GROUP: tl.constexpr,
 ):
+    follow()
     N: tl.constexpr = n * n + 2 * n
     rows = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     row_mask = rows < count

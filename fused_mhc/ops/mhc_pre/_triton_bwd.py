@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._strides import flatten
-from .._triton_common import Launcher, widen
+from .._triton_common import Launcher, follow, widen
 from ..h_aggregate._triton import h_aggregate_bwd
 from ..proj_rms_compute_h._triton_bwd import add_all_shares, parts_for, project_bwd
 from ..proj_rms_compute_h._triton_tiles import (
@@ -85,6 +85,7 @@ def mixes_bwd_kernel(
 ):
     """SINKHORN: ``g_res`` is the gradient of the matrices (``logits_ptr``: scratch for that of the logits); else it is
     that of the logits already."""
+    follow()
     N: tl.constexpr = n * n + 2 * n
     tile = tl.program_id(0).to(tl.int64)
     rows = tile * TOKENS + tl.arange(0, TOKENS)

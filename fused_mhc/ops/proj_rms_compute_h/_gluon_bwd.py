@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .._strides import alignment
 from .._triton_common import Launcher
 from . import config as tiles
-from ._gluon_tma import COLUMNS, load_tile, store_tile, thread_barrier, tiles_of
+from ._gluon_tma import COLUMNS, follow_launch, load_tile, store_tile, thread_barrier, tiles_of
 
 __all__ = ["project_bwd"]
 
@@ -309,6 +309,7 @@ def project_bwd_kernel(
     ALIGN: gl.constexpr,
     LAYER_ALIGN: gl.constexpr,
 ):
+    follow_launch()
     width = width // ALIGN * ALIGN
     inner = inner // WIDTH * WIDTH
     stride_layer = stride_layer // LAYER_ALIGN * LAYER_ALIGN

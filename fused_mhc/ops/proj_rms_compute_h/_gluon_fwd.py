@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from ...device import device_info
 from .._triton_common import Launcher
 from . import config as tiles
-from ._gluon_tma import COLUMNS, load_tile, thread_barrier, tiles_of
+from ._gluon_tma import COLUMNS, follow_launch, load_tile, thread_barrier, tiles_of
 
 __all__ = ["TOKENS", "project"]
 
@@ -141,6 +141,7 @@ def project_kernel(
     W_PARTS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
+    follow_launch()
     index = gl.program_id(0)
     row = gl.program_id(1) * TOKENS
     begin = index * per_program

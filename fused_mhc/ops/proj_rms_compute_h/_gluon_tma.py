@@ -6,11 +6,12 @@ import functools
 from typing import Any
 
 from torch import Tensor
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-__all__ = ["COLUMNS", "load_tile", "store_tile", "thread_barrier", "tiles_of"]
+__all__ = ["COLUMNS", "follow_launch", "load_tile", "store_tile", "thread_barrier", "tiles_of"]
 
 # These names changed after Triton 3.6.
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -19,6 +20,15 @@ thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 #: Columns of the projection in a product: N rounded up.
 COLUMNS = gl.constexpr(32)
+
+
+@gluon.jit
+def follow_launch():
+    """`_triton_common.follow`, which a kernel in Gluon cannot call."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @functools.lru_cache(maxsize=None)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._strides import flatten
-from .._triton_common import Launcher, widen
+from .._triton_common import Launcher, follow, widen
 from . import config as tiles
 from ._triton_bwd import add_all_shares, parts_for, project_bwd
 from ._triton_fwd import project
@@ -62,6 +62,7 @@ def mapping_kernel(
     PER_GROUP: tl.constexpr,
     INSIDE: tl.constexpr,
 ):
+    follow()
     size: tl.constexpr = N_STREAMS * N_STREAMS + 2 * N_STREAMS
     rows = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     row_mask = rows < count
@@ -114,6 +115,7 @@ def mapping_bwd_kernel(
     INTERLEAVED: tl.constexpr,
     INSIDE: tl.constexpr,
 ):
+    follow()
     size: tl.constexpr = N_STREAMS * N_STREAMS + 2 * N_STREAMS
     tile = tl.program_id(0).to(tl.int64)
     rows = tile * TOKENS + tl.arange(0, TOKENS)

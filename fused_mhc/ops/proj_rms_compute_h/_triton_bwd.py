@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._strides import alignment, flatten
-from .._triton_common import Launcher, store, widen
+from .._triton_common import Launcher, follow, store, widen
 from . import config as tiles
 from ._triton_fwd import config_for, hopper, runs_gluon, tma_rows
 from ._triton_tiles import project_bwd_tile
@@ -70,6 +70,7 @@ def project_bwd_kernel(
     W_PARTS: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
+    follow()
     inner, stride_x, width = inner // ALIGN * ALIGN, stride_x // ALIGN * ALIGN, width // ALIGN * ALIGN
     stride_layer, stride_passed = stride_layer // ALIGN * ALIGN, stride_passed // ALIGN * ALIGN
     chunk, stream = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -174,6 +175,7 @@ def add_shares_kernel(
 ):
     """The sum of the shares; the last program adds the shares ``[mapping_shares, 2, COLUMNS]`` of the alphas and the bias,
     where there are any."""
+    follow()
     if total_ptr is not None:
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         add_shares_tile(share_ptr, total_ptr, at, shares, elements, UNROLL)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...device import device_info
 from .._strides import alignment, flatten
-from .._triton_common import INTERPRETING, Launcher
+from .._triton_common import INTERPRETING, Launcher, follow
 from .._tuning import tuned
 from . import config as tiles
 from ._triton_tiles import part, project_tile
@@ -72,6 +72,7 @@ def split_weight_kernel(
     BLOCK: tl.constexpr,
 ):
     """The whole of the parts."""
+    follow()
     row = tl.program_id(1).to(tl.int64)
     k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     split_weight_tile(weight_ptr, parts_ptr, row, tl.num_programs(1), k, width, size, part_width, W_PARTS)
@@ -111,6 +112,7 @@ def project_kernel(
     ORDER: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
+    follow()
     index, tile, block = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     rows = tile * TOKENS + tl.arange(0, TOKENS)
     row_mask = rows < count

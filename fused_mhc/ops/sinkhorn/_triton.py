@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._strides import alignment, flatten
-from .._triton_common import Launcher, elements, reciprocal, store, unpack, widen
+from .._triton_common import Launcher, elements, follow, reciprocal, store, unpack, widen
 from .._tuning import tuned
 from .config import MAX_REGISTER_STREAMS, MAX_REGISTER_STREAMS_BWD, candidates, heuristic
 
@@ -393,6 +393,7 @@ def sinkhorn_fwd_kernel(
     BLOCK: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
+    follow()
     tokens = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = tokens < T
     logits = sinkhorn_load_tile(logits_ptr, stride, tokens, mask, n, ALIGN)
@@ -416,6 +417,7 @@ def sinkhorn_bwd_kernel(
     SEGMENT: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
+    follow()
     tokens = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = tokens < T
     grad = sinkhorn_load_tile(grad_ptr, grad_stride, tokens, mask, n, ALIGN)
@@ -436,6 +438,7 @@ def sinkhorn_wide_fwd_kernel(
     PAPER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    follow()
     P: tl.constexpr = triton.next_power_of_2(n)
     tokens = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.arange(0, P)
@@ -461,6 +464,7 @@ def sinkhorn_wide_bwd_kernel(
     BLOCK: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
+    follow()
     P: tl.constexpr = triton.next_power_of_2(n)
     tokens = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.arange(0, P)

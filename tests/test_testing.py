@@ -110,7 +110,13 @@ def test_seeds() -> None:
 
 def test_byte_counts() -> None:
     """The table of fewest bytes at n = 4, in units of T*C elements, and the formulas of the single pass."""
-    table = {"h_aggregate": (5, 9), "h_post_bda": (9, 14), "proj_rms_compute_h": (4, 8), "mega_mhc": (10, 15)}
+    table = {
+        "h_aggregate": (5, 9),
+        "h_post_bda": (9, 14),
+        "proj_rms_compute_h": (4, 8),
+        "fused_add_3": (16, 0),
+        "mega_mhc": (10, 15),
+    }
     for op, units in table.items():
         assert (stream_units(op, "fwd", 4), stream_units(op, "bwd", 4)) == units
     for n in range(1, 17):

@@ -74,7 +74,10 @@ def bench_command(
     dtype: Annotated[str, typer.Option(help="Of the streams: bfloat16, float16 or float32.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:1.")] = "auto",
     repeats: Annotated[int, typer.Option(help="Timed calls a row.")] = 30,
-    host: Annotated[bool, typer.Option("--host", help="Also time the host's cost of a call.")] = False,
+    host: Annotated[
+        bool,
+        typer.Option("--host", help="Also time the host's cost of a call, and a forward in a CUDA graph."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write a bar chart against the limit (PNG).")] = None,
     commit: Annotated[str, typer.Option(help="Recorded in the report.")] = "unknown",

@@ -21,13 +21,12 @@ class RowConfig:
     num_warps: int
 
 
-def _group(blocks: int, most: int) -> int:
-    """At most ``most`` of ``blocks`` at a time: an even share if there is one near it."""
-    if blocks <= most:
-        return blocks
-    even = [g for g in range(most, most // 2, -1) if blocks % g == 0]
-    rounds = -(-blocks // most)
-    return even[0] if even else -(-blocks // rounds)
+def _group(blocks: int, most: int, whole: bool) -> int:
+    """At most ``most`` of ``blocks`` at a time; in equal shares where the row is made of ``whole`` blocks, since masks
+    cost more than loads that wait."""
+    if whole:
+        return next(g for g in range(min(blocks, most), 0, -1) if blocks % g == 0)
+    return -(-blocks // -(-blocks // most))
 
 
 def _configs(width: int, itemsize: int, vectors: int, registers: int, most_warps: int) -> Iterator[RowConfig]:
@@ -40,7 +39,7 @@ def _configs(width: int, itemsize: int, vectors: int, registers: int, most_warps
         block = 32 * warps * vector
         if block > width:  # one warp is more than enough
             block = max(vector, 1 << (width - 1).bit_length())
-        yield RowConfig(block, _group(-(-width // block), most), warps)
+        yield RowConfig(block, _group(-(-width // block), most, width % block == 0), warps)
         warps //= 2
 
 

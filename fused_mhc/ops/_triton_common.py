@@ -8,7 +8,8 @@ Kernel conventions of this package:
   the strides themselves come divided by it and are multiplied again inside (`elements`), which tells the compiler
   that loads may be wide.
 - Constexprs stand last in a kernel's signature.
-- A kernel begins with `follow`.
+- A kernel begins with `follow`, or, where thousands of short programs would each pay for the wait, with `lead`; its
+  `Launcher` says which.
 - FP contraction is off at every launch: a kernel writes ``tl.fma`` where it wants one, so the rounding is that of
   the source on every Triton version.
 """
@@ -38,6 +39,7 @@ __all__ = [
     "lane_dots",
     "lane_zeros",
     "last_first",
+    "lead",
     "load_columns",
     "load_scalars",
     "load_streams",
@@ -58,13 +60,21 @@ NO_POLICY = tl.constexpr("")
 
 
 @triton.jit
+def lead():
+    """Let the next launch bring its programs in place beside our last ones (Hopper and later)."""
+    if PTX:
+        if target_info.cuda_capability_geq(9, 0):
+            gdc_launch_dependents()
+
+
+@triton.jit
 def follow():
-    """Wait until the launch before this one has ended, and let the next one start beside our last programs: on Hopper
-    and later a launch finds its programs in place instead of waiting for them. Nothing is read or written before."""
+    """Wait until the launch before this one has ended, beside whose last programs ours may have come in place; then
+    `lead`. Nothing is read or written before."""
     if PTX:
         if target_info.cuda_capability_geq(9, 0):
             gdc_wait()
-            gdc_launch_dependents()
+    lead()
 
 
 @triton.jit
@@ -250,10 +260,10 @@ def block_sums(vectors, COUNT: tl.constexpr):
 
 class Launcher:
     """Launches one kernel, remembering what it compiled to, so that a repeated launch skips Triton's own argument
-    analysis and hooks (half of the host cost of a small operation)."""
+    analysis and hooks (half of the host cost of a small operation). ``follows``: the kernel begins with `follow`."""
 
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: Any, follows: bool = True) -> None:
+        self.kernel, self.follows = kernel, follows
         self._compiled: dict[tuple[Any, ...], tuple[Any, Any, Any, Any]] = {}
 
     def __call__(
@@ -316,13 +326,13 @@ class Launcher:
     ) -> Any:
         launch = self.kernel[grid]
         options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
-        if not INTERPRETING.value and _starts_early(args[0].device):
+        if self.follows and not INTERPRETING.value and _starts_early(args[0].device):
             options["launch_pdl"] = True
         return launch(*args, *constants, **options)
 
 
 def _starts_early(device: torch.device) -> bool:
-    """Whether a launch on ``device`` may start while the one before it ends (see `follow`)."""
+    """Whether a launch on ``device`` may bring programs in place while the one before it ends."""
     arch = device_info(device).arch
     return arch.startswith("sm_") and int(arch[3:]) >= 90
 

@@ -47,6 +47,9 @@ _DRAWN_TOKENS = 64
 #: not fill).
 _HOST_CALLS = 1000
 
+#: Calls in a graph whose time is shared among them.
+_GRAPH_CALLS = 20
+
 Calls = dict[str, Callable[[], Any]]
 
 
@@ -54,7 +57,8 @@ Calls = dict[str, Callable[[], Any]]
 class BenchRow:
     """One measurement. ``us`` is a median in microseconds, ``bytes`` the fewest that must move, ``pct_copy`` their
     rate as a percentage of the copy bandwidth of the same run. Note ``"host"``: the host's time of a call instead,
-    with calls queued back to back (``pct_copy`` is None)."""
+    with calls queued back to back (``pct_copy`` is None). Note ``"graph"``: the call replayed from a CUDA graph, with a
+    cold L2 cache too; ``"graph, warm"``: one of several calls that follow one another in a graph."""
 
     op: str
     direction: str
@@ -290,6 +294,21 @@ def host_time(call: Callable[[], Any], device: torch.device | str) -> float:
     return best
 
 
+def captured(call: Callable[[], Any], times: int = 1) -> Callable[[], None]:
+    """A replay of ``times`` calls from a CUDA graph, on the current device."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            call()
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
 def _fewest(case: Case, direction: str) -> int:
     shape, size = case.shape, case.dtype.itemsize
     names = ("mhc_pre", "h_post_bda") if case.op == "sublayer" else (case.op,)
@@ -371,6 +390,14 @@ def _time_column(
         rows.append(BenchRow(*row, round(timing.median, 2), size, round(share, 1), note))
         if host:
             rows.append(BenchRow(*row, round(host_time(call, device), 1), 0, None, "host"))
+        # Autograd runs a backward on the stream of its forward, which is not the one that captures.
+        if host and device.type == "cuda" and direction == "fwd":
+            for kind, times in (("graph", 1), ("graph, warm", _GRAPH_CALLS)):
+                replay = captured(call, times)
+                us = measure(replay, device, repeats=repeats, cold=times == 1).median / times
+                rows.append(
+                    BenchRow(*row, round(us, 2), size, round(size / us / 1e3 / bandwidth * 100, 1), kind)
+                )
     return rows
 
 
@@ -396,7 +423,7 @@ def run_bench(
         device: where.
         directions: ``"fwd"``, ``"bwd"`` or both (default).
         repeats: timed calls a row. Default 30.
-        host: also time the host's cost of a call. Default False.
+        host: also time the host's cost of a call and, on a GPU, the forward in a CUDA graph. Default False.
         commit: recorded in the report.
         copy_gbps: bandwidth to divide by, when it was measured in this process; default: measured now.
         progress: called with a line before each row.

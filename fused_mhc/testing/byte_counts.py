@@ -29,7 +29,7 @@ def stream_units(op: str, direction: str, n: int) -> int:
         "h_aggregate": (n + 1, 2 * n + 1),  # x, out; g, x, g_x
         "h_post_bda": (2 * n + 1, 3 * n + 2),  # residual, x, out; g, residual, x, g_residual, g_x
         "proj_rms_compute_h": (n, 2 * n),  # x; x, g_x
-        "fused_add_3": (4, 4),  # a, b, c, out; g and three gradients
+        "fused_add_3": (4 * n, 0),  # a, b, c, out, all n streams; g is every gradient as it is
         "input_expand": (n + 1, n + 1),
         "output_contract": (n + 1, n + 1),
         "learned_output_contract": (n + 1, 2 * n + 1),

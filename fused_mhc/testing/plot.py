@@ -16,7 +16,7 @@ def _label(row: BenchRow) -> str:
 def plot_report(report: Report, path: Path, title: str) -> None:
     """Bars: share of the copy bandwidth that each operation reaches, a colour for each backend and peer.
 
-    Rows of the report's first shape only; host times and operations that move no stream are left out.
+    Rows of the report's first shape only; host times, replays of graphs and operations that move no stream are left out.
     """
     import matplotlib as mpl
 
@@ -27,7 +27,10 @@ def plot_report(report: Report, path: Path, title: str) -> None:
     rows = [
         r
         for r in report.rows
-        if (r.T, r.n, r.C) == (first.T, first.n, first.C) and r.pct_copy is not None and r.op != "sinkhorn"
+        if (r.T, r.n, r.C) == (first.T, first.n, first.C)
+        and r.pct_copy is not None
+        and r.op != "sinkhorn"
+        and not r.note.startswith("graph")
     ]
     labels = list(dict.fromkeys(_label(r) for r in rows))
     backends = list(dict.fromkeys(r.backend for r in rows))

@@ -25,6 +25,10 @@ SHAPES = [
     (65, 3, 40),
     (129, 1, 72),
     (70, 4, 65),
+    (300, 5, 512),
+    (200, 6, 384),
+    (700, 8, 1024),
+    (129, 9, 264),
 ]
 
 
@@ -33,7 +37,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     if request.param == "plain":
         _triton_fwd.plan.cache_clear()
         for module in (_triton_fwd, _triton_bwd):
-            monkeypatch.setattr(module, "runs_gluon", lambda *_: False)
+            monkeypatch.setattr(module, "runs_gluon", lambda *_, **__: False)
     yield request.param
     _triton_fwd.plan.cache_clear()
 

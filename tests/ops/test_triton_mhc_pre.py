@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_mhc import fused_h_aggregate, fused_proj_rms_compute_h, fused_sinkhorn, mhc_pre
+from fused_mhc import (
+    fused_h_aggregate,
+    fused_proj_rms_compute_h,
+    fused_sinkhorn,
+    learned_output_contract,
+    mhc_pre,
+)
 from fused_mhc.ops.proj_rms_compute_h import _triton_bwd
 from fused_mhc.testing.bits import batch_differences, differing_repeats
 from fused_mhc.testing.compare import assert_bit_equal
@@ -159,6 +165,27 @@ def test_what_the_hopper_kernel_gets(monkeypatch: pytest.MonkeyPatch, n: int, us
         wanted = mhc_pre(*exact, 3)
         reference = torch.autograd.grad([wanted[k] for k in kept], exact, [c.double() for c in cotangents])
     assert hopper.calls == (width == 128 or used in ("x", "mixes"))
+    for gradient, expected in zip(grads, reference, strict=True):
+        allowed = 2e-5 * expected.abs().max() + expected.abs() * torch.finfo(gradient.dtype).eps
+        assert ((gradient.double() - expected).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize(("width", "taken"), [(128, True), (64, False)])
+def test_what_the_hopper_kernel_gets_of_the_learned_head(
+    monkeypatch: pytest.MonkeyPatch, width: int, taken: bool
+) -> None:
+    hopper = _Hopper()
+    monkeypatch.setattr(_triton_bwd, "runs_gluon", lambda *_: True)
+    monkeypatch.setattr(_triton_bwd, "hopper", hopper)
+    drawn = make_tensors("learned_output_contract", Shape((7,), 4, width), torch.bfloat16).values()
+    leaves = [t.detach().requires_grad_() for t in drawn if t is not None]
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    cotangent = torch.randn(7, width, generator=torch.Generator().manual_seed(4)).bfloat16()
+    with forced("triton"):
+        grads = torch.autograd.grad(learned_output_contract(*leaves), leaves, cotangent)
+    with forced("native"):
+        reference = torch.autograd.grad(learned_output_contract(*exact), exact, cotangent.double())
+    assert hopper.calls == taken
     for gradient, expected in zip(grads, reference, strict=True):
         allowed = 2e-5 * expected.abs().max() + expected.abs() * torch.finfo(gradient.dtype).eps
         assert ((gradient.double() - expected).abs() <= allowed).all()

@@ -17,6 +17,7 @@ from torch import Tensor
 from fused_mhc.ops.contract import _triton_learned as learned
 from fused_mhc.ops.contract import native as contract_native
 from fused_mhc.ops.proj_rms_compute_h import _triton, config, native
+from fused_mhc.testing.compare import assert_bit_equal
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -208,3 +209,22 @@ def test_learned_head(case: Case) -> None:
         assert len(found) == sum(needs)
         for result, reference in zip(found, wanted, strict=True):
             near(result, reference, 8e-6)
+
+
+def test_learned_head_of_streams_apart() -> None:
+    """Elements between the streams, and between the columns, are never read; the bits are those of dense streams."""
+    flat, weight, scale, _, _, base = inputs(Case(3, 4, 24))
+    dense, parameters = flat.unflatten(1, (4, 24)), (weight[:4], scale, base[:4])
+    grad = torch.randn(3, 24, generator=torch.Generator().manual_seed(3)).to(BF16)
+    found = []
+    for x in (
+        dense,
+        torch.full((3, 4, 32), torch.nan, dtype=BF16)[..., :24].copy_(dense),
+        torch.full((3, 5, 24, 2), torch.nan, dtype=BF16)[:, :4, :, 1].copy_(dense),
+    ):
+        out, proj, u = learned.learned_output_contract_fwd(x, *parameters, 1e-6, 1e-6)
+        grads = learned.learned_output_contract_bwd(grad, x, *parameters, proj, u, 1e-6, [True] * 4)
+        found.append((out, proj, u, *grads))
+    for apart in found[1:]:
+        for actual, expected in zip(apart, found[0], strict=True):
+            assert_bit_equal(actual, expected)

@@ -1,14 +1,18 @@
-"""Entry to and exit from the streams in Triton."""
+"""Entry to and exit from the streams in Triton: one program owns a token, with all loads of a group of columns on their
+way before the first store."""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._rows import RowConfig, row_config
 from .._strides import alignment, flatten
-from .._triton_common import Launcher, elements, follow, load_columns, load_streams, store_columns, widen
+from .._triton_common import Launcher, elements, lead, load_columns, load_streams, store_columns, widen
 from ._triton_learned import learned_output_contract_bwd, learned_output_contract_fwd
 
 __all__ = [
@@ -21,7 +25,8 @@ __all__ = [
     "stream_sum_tile",
 ]
 
-_BLOCK, _WARPS = 1024, 4
+#: Registers that a program's loads fill at a time, and its warps.
+_REGISTERS, _MOST_WARPS = 144, 4
 
 
 @triton.jit
@@ -42,15 +47,22 @@ def copies_kernel(
     n: tl.constexpr,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    follow()
+    lead()
+    FULL: tl.constexpr = C % (BLOCK * GROUP) == 0
     token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    FULL: tl.constexpr = C % BLOCK == 0
-    value = widen(load_columns(t_ptr + token * elements(stride, ALIGN), columns, C, FULL)) * scale
-    for i in tl.static_range(n):
-        store_columns(out_ptr + (token * n + i) * C, columns, value, C, FULL)
+    row = t_ptr + token * elements(stride, ALIGN)
+    for start in range(0, C, BLOCK * GROUP):
+        values = ()
+        for k in tl.static_range(GROUP):
+            columns = start + k * BLOCK + tl.arange(0, BLOCK)
+            values = values + (load_columns(row, columns, C, FULL),)
+        for k in tl.static_range(GROUP):
+            columns = start + k * BLOCK + tl.arange(0, BLOCK)
+            for i in tl.static_range(n):
+                store_columns(out_ptr + (token * n + i) * C, columns, widen(values[k]) * scale, C, FULL)
 
 
 @triton.jit(do_not_specialize=["stride", "stream_stride"])
@@ -63,21 +75,33 @@ def totals_kernel(
     n: tl.constexpr,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    follow()
+    lead()
+    FULL: tl.constexpr = C % (BLOCK * GROUP) == 0
     token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    FULL: tl.constexpr = C % BLOCK == 0
-    streams = load_streams(
-        t_ptr + token * elements(stride, ALIGN), elements(stream_stride, ALIGN), columns, n, C, FULL
-    )
-    total = tl.div_rn(stream_sum_tile(streams, n), tl.full((BLOCK,), divisor, tl.float32))
-    store_columns(out_ptr + token * C, columns, total, C, FULL)
+    row = t_ptr + token * elements(stride, ALIGN)
+    for start in range(0, C, BLOCK * GROUP):
+        streams = ()
+        for k in tl.static_range(GROUP):
+            columns = start + k * BLOCK + tl.arange(0, BLOCK)
+            streams = streams + load_streams(row, elements(stream_stride, ALIGN), columns, n, C, FULL)
+        for k in tl.static_range(GROUP):
+            columns = start + k * BLOCK + tl.arange(0, BLOCK)
+            total = stream_sum_tile(streams[k * n : k * n + n], n)
+            mean = tl.div_rn(total, tl.full((BLOCK,), divisor, tl.float32))
+            store_columns(out_ptr + token * C, columns, mean, C, FULL)
 
 
-_copies_launch = Launcher(copies_kernel)
-_totals_launch = Launcher(totals_kernel)
+_copies_launch = Launcher(copies_kernel, follows=False)
+_totals_launch = Launcher(totals_kernel, follows=False)
+
+
+@functools.lru_cache(maxsize=None)
+def _rows(width: int, itemsize: int, vectors: int) -> RowConfig:
+    """How a program walks a token of which it loads ``vectors`` rows side by side."""
+    return row_config(width, itemsize, vectors, _REGISTERS, _MOST_WARPS)
 
 
 def _copies(t: Tensor, n: int, scale: float) -> Tensor:
@@ -88,8 +112,9 @@ def _copies(t: Tensor, n: int, scale: float) -> Tensor:
     if count:
         t, stride = flatten(t, 1)
         align = alignment(width, stride)
-        grid = (count, triton.cdiv(width, _BLOCK))
-        _copies_launch(grid, (t, out, stride // align, scale), (n, width, _BLOCK, align), _WARPS)
+        rows = _rows(width, t.element_size(), 1)
+        constants = (n, width, rows.block, rows.group, align)
+        _copies_launch((count,), (t, out, stride // align, scale), constants, rows.num_warps)
     return out
 
 
@@ -101,9 +126,9 @@ def _totals(t: Tensor, divisor: int) -> Tensor:
     if count:
         t, stride = flatten(t, 2)
         align = alignment(width, stride, t.stride(-2))
-        grid = (count, triton.cdiv(width, _BLOCK))
+        rows = _rows(width, t.element_size(), n)
         args = (t, out, stride // align, t.stride(-2) // align, float(divisor))
-        _totals_launch(grid, args, (n, width, _BLOCK, align), _WARPS)
+        _totals_launch((count,), args, (n, width, rows.block, rows.group, align), rows.num_warps)
     return out
 
 

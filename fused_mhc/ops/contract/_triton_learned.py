@@ -1,8 +1,12 @@
 """The learned collapse of the streams in Triton: predicted weights, then the weighted sum of the streams.
 
 The prediction is the projection's (`proj_rms_compute_h`) with N = n; its second stage reads x once more for the sum.
-Backward: one kernel takes the products of the gradient with every stream to the gradient of the prediction, then the
-projection's backward writes the gradient of x, the direct term ``w[i]*grad`` included.
+
+Backward:
+
+1. One read of the streams and of the gradient: ``<grad, x[i]>`` (the aggregate's own backward).
+2. The gradient of the prediction from them, T x n numbers, and the weights again.
+3. The projection's backward, which writes the gradient of x, the direct term ``w[i]*grad`` included.
 """
 
 from __future__ import annotations
@@ -15,33 +19,34 @@ import triton.language as tl
 from torch import Tensor
 
 from .._strides import alignment, flatten
-from .._triton_common import Launcher, follow, sigmoid, store, widen
+from .._triton_common import Launcher, elements, follow, last_first, lead, sigmoid, widen
+from .._tuning import tuned
+from ..h_aggregate._triton import aggregate_row, h_aggregate_bwd
+from ..h_aggregate.config import candidates, heuristic
 from ..proj_rms_compute_h._triton_bwd import add_all_shares, parts_for, project_bwd
 from ..proj_rms_compute_h._triton_fwd import project
 from ..proj_rms_compute_h._triton_tiles import (
     collect_tile,
+    load_columns,
     mapping_bwd_tile,
     rms_coefficient_tile,
     rms_tile,
+    store_interleaved_parts,
     store_parts,
 )
-from ..proj_rms_compute_h.config import g_parts
+from ..proj_rms_compute_h.config import SHARE_TOKENS, g_parts, padded
 
 __all__ = ["learned_output_contract_bwd", "learned_output_contract_fwd"]
 
-#: Tokens of a program (and of a share of the gradients of scale and base), and columns of C in a step.
-TOKENS, WIDTH = 4, 512
-#: Columns of the projection, padded.
-COLUMNS = 16
-
 
 @triton.jit
-def column(values, cols, index: tl.constexpr):
-    """Column ``index`` of ``values [rows, cols]``."""
-    return tl.sum(tl.where(cols[None, :] == index, values, 0.0), axis=1)
+def weights_tile(proj, u, scale_ptr, base_ptr, cols, eps, n: tl.constexpr):
+    """``sigmoid(proj*u*scale + base) + eps``."""
+    base = widen(tl.load(base_ptr + cols, mask=cols < n, other=0.0))
+    return sigmoid(proj * u[:, None] * widen(tl.load(scale_ptr)) + base[None, :]) + eps
 
 
-@triton.jit(do_not_specialize=["count", "stride_x", "inner", "partials", "eps", "norm_eps"])
+@triton.jit(do_not_specialize=["count", "stride", "stream_stride", "width", "partials", "eps", "norm_eps"])
 def learned_contract_kernel(
     x_ptr,
     partial_ptr,
@@ -52,44 +57,39 @@ def learned_contract_kernel(
     proj_ptr,
     u_ptr,
     count: tl.int64,
-    stride_x: tl.int64,
-    inner: tl.int64,
+    stride: tl.int64,
+    stream_stride: tl.int64,
+    width: tl.int64,
     partials: tl.int32,
     eps: tl.float32,
     norm_eps: tl.float32,
-    N_STREAMS: tl.constexpr,
+    n: tl.constexpr,
+    C: tl.constexpr,
     COLUMNS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    WIDTH: tl.constexpr,
     PER_GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    follow()
-    inner, stride_x = inner // ALIGN * ALIGN, stride_x // ALIGN * ALIGN
-    rows = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    row_mask = rows < count
+    lead()
+    token = last_first()
+    rows = token + tl.arange(0, 1)
     cols = tl.arange(0, COLUMNS)
-    proj, square = collect_tile(partial_ptr, square_ptr, rows, cols, count, N_STREAMS, partials, PER_GROUP)
-    u, _ = rms_tile(square, inner * N_STREAMS, norm_eps, True)
-    base = widen(tl.load(base_ptr + cols, mask=cols < N_STREAMS, other=0.0))
-    weights = sigmoid(proj * u[:, None] * widen(tl.load(scale_ptr)) + base[None, :]) + eps
-    at = rows[:, None] * N_STREAMS + cols[None, :]
-    tl.store(proj_ptr + at, proj, mask=row_mask[:, None] & (cols[None, :] < N_STREAMS))
-    tl.store(u_ptr + rows, u, mask=row_mask)
-    for first in range(0, inner, WIDTH):
-        c = first + tl.arange(0, WIDTH)
-        mask = row_mask[:, None] & (c[None, :] < inner)
-        total = tl.zeros((TOKENS, WIDTH), tl.float32)
-        for i in tl.static_range(N_STREAMS):
-            x = tl.load(x_ptr + rows[:, None] * stride_x + i * inner + c[None, :], mask=mask, other=0.0)
-            total = tl.fma(column(weights, cols, i)[:, None] + tl.zeros_like(total), widen(x), total)
-        store(out_ptr + rows[:, None] * inner + c[None, :], total, mask=mask)
+    proj, square = collect_tile(partial_ptr, square_ptr, rows, cols, count, n, partials, PER_GROUP)
+    u, _ = rms_tile(square, width, norm_eps, True)
+    tl.store(proj_ptr + rows[:, None] * n + cols[None, :], proj, mask=cols[None, :] < n)
+    tl.store(u_ptr + rows, u)
+    own = weights_tile(proj, u, scale_ptr, base_ptr, cols, eps, n)
+    weights = ()
+    for i in tl.static_range(n):
+        weights = weights + (tl.sum(tl.where(cols[None, :] == i, own, 0.0)),)
+    x_row = x_ptr + token * elements(stride, ALIGN)
+    aggregate_row(x_row, elements(stream_stride, ALIGN), out_ptr + token * C, weights, n, C, BLOCK, GROUP)
 
 
-@triton.jit(do_not_specialize=["count", "stride_x", "stride_grad", "inner", "eps"])
-def learned_contract_bwd_kernel(
-    x_ptr,
-    grad_ptr,
+@triton.jit(do_not_specialize=["count", "width", "eps"])
+def weights_bwd_kernel(
+    g_weights_ptr,
     proj_ptr,
     u_ptr,
     scale_ptr,
@@ -99,74 +99,61 @@ def learned_contract_bwd_kernel(
     coefficient_ptr,
     share_ptr,
     count: tl.int64,
-    stride_x: tl.int64,
-    stride_grad: tl.int64,
-    inner: tl.int64,
+    width: tl.int64,
     eps: tl.float32,
-    N_STREAMS: tl.constexpr,
+    n: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
-    WIDTH: tl.constexpr,
     G_PARTS: tl.constexpr,
-    ALIGN: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):
     follow()
-    inner, stride_x, stride_grad = (
-        inner // ALIGN * ALIGN,
-        stride_x // ALIGN * ALIGN,
-        stride_grad // ALIGN * ALIGN,
-    )
     tile = tl.program_id(0).to(tl.int64)
     rows = tile * TOKENS + tl.arange(0, TOKENS)
     row_mask = rows < count
     cols = tl.arange(0, COLUMNS)
-    g_weights = tl.zeros((TOKENS, COLUMNS), tl.float32)
-    for first in range(0, inner, WIDTH):
-        c = first + tl.arange(0, WIDTH)
-        mask = row_mask[:, None] & (c[None, :] < inner)
-        grad = widen(tl.load(grad_ptr + rows[:, None] * stride_grad + c[None, :], mask=mask, other=0.0))
-        for i in tl.static_range(N_STREAMS):
-            x = tl.load(x_ptr + rows[:, None] * stride_x + i * inner + c[None, :], mask=mask, other=0.0)
-            dot = tl.sum(grad * widen(x), axis=1)
-            g_weights += tl.where(cols[None, :] == i, dot[:, None], 0.0)
-    at = rows[:, None] * N_STREAMS + cols[None, :]
-    at_mask = row_mask[:, None] & (cols[None, :] < N_STREAMS)
-    proj = tl.load(proj_ptr + at, mask=at_mask, other=0.0)
+    g_weights = load_columns(g_weights_ptr, rows, row_mask, cols, n, n)
+    proj = load_columns(proj_ptr, rows, row_mask, cols, n, n)
     u = tl.load(u_ptr + rows, mask=row_mask, other=1.0)
+    weights = weights_tile(proj, u, scale_ptr, base_ptr, cols, eps, n)
+    at = rows[:, None] * n + cols[None, :]
+    tl.store(weights_ptr + at, weights, mask=row_mask[:, None] & (cols[None, :] < n))
     scale = widen(tl.load(scale_ptr)) + tl.zeros((COLUMNS,), tl.float32)
-    base = widen(tl.load(base_ptr + cols, mask=cols < N_STREAMS, other=0.0))
-    weights = sigmoid(proj * scale[None, :] * u[:, None] + base[None, :]) + eps
+    base = widen(tl.load(base_ptr + cols, mask=cols < n, other=0.0))
     ones = tl.full((1, COLUMNS), 1.0, tl.float32)
     g_proj, g_u, g_base, g_scale = mapping_bwd_tile(g_weights, ones, proj, u, scale, base)
     r = tl.div_rn(tl.full(u.shape, 1.0, tl.float32), u)
-    coefficient = rms_coefficient_tile(tl.zeros_like(u), g_u, u, r, inner * N_STREAMS)
-    tl.store(weights_ptr + at, weights, mask=at_mask)
-    tl.store(coefficient_ptr + rows, coefficient, mask=row_mask)
-    store_parts(parts_ptr, g_proj, rows, row_mask, cols, COLUMNS, G_PARTS)
+    tl.store(coefficient_ptr + rows, rms_coefficient_tile(0.0, g_u, u, r, width), mask=row_mask)
+    if INTERLEAVED:
+        store_interleaved_parts(parts_ptr, g_proj, rows, row_mask, cols)
+    else:
+        store_parts(parts_ptr, g_proj, rows, row_mask, cols, COLUMNS, G_PARTS)
     share = share_ptr + tile * (2 * COLUMNS) + cols
     tl.store(share, tl.sum(g_scale, axis=0))
     tl.store(share + COLUMNS, tl.sum(g_base, axis=0))
 
 
-_contract = Launcher(learned_contract_kernel)
-_contract_bwd = Launcher(learned_contract_bwd_kernel)
+_contract = Launcher(learned_contract_kernel, follows=False)
+_weights_bwd = Launcher(weights_bwd_kernel)
 
 
 def learned_output_contract_fwd(
     x: Tensor, weight: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    *lead, n, inner = x.shape
-    flat, stride = flatten(x, 2)
-    count = x.numel() // (n * inner)
-    out = torch.empty(*lead, inner, dtype=x.dtype, device=x.device)
+    *lead, n, width = x.shape
+    count = x.numel() // (n * width)
+    out = torch.empty(*lead, width, dtype=x.dtype, device=x.device)
     proj, u = (torch.empty(*lead, size, dtype=torch.float32, device=x.device) for size in (n, 1))
     if count == 0:
         return out, proj, u
-    partial, square, per_group = project(flat.flatten(-2), weight, "fp32")
+    streams, stride = flatten(x, 2)
+    partial, square, per_group = project(streams.flatten(-2), weight, "fp32")
+    rows = tuned("h_aggregate_fwd", x.device, heuristic, candidates, n, width, x.element_size())
+    align = alignment(width, stride, streams.stride(-2))
     _contract(
-        (triton.cdiv(count, TOKENS),),
+        (count,),
         (
-            flat,
+            streams,
             partial,
             square,
             scale,
@@ -175,14 +162,15 @@ def learned_output_contract_fwd(
             proj,
             u,
             count,
-            stride,
-            inner,
+            stride // align,
+            streams.stride(-2) // align,
+            n * width,
             partial.shape[0],
             eps,
             norm_eps,
         ),
-        (n, COLUMNS, TOKENS, WIDTH, per_group, alignment(stride, inner)),
-        4,
+        (n, width, padded(n), per_group, rows.block, rows.group, align),
+        rows.num_warps,
     )
     return out, proj, u
 
@@ -198,23 +186,22 @@ def learned_output_contract_bwd(
     eps: float,
     needs: Sequence[bool],
 ) -> list[Tensor]:
-    n, inner = x.shape[-2:]
+    n, width = x.shape[-2:]
     inputs = (x, weight, scale, base)
-    count = x.numel() // (n * inner)
+    count = u.numel()
     if count == 0:
         return [torch.zeros_like(t) for t, need in zip(inputs, needs, strict=True) if need]
-    flat, stride = flatten(x, 2)
-    outer, stride_grad = flatten(grad, 1)
-    streams = flat.flatten(-2)
-    parts = parts_for(streams, n, gluon=False)
-    programs = triton.cdiv(count, TOKENS)
-    weights = torch.empty(*x.shape[:-1], dtype=torch.float32, device=x.device)
-    small_shares = torch.empty(programs, 2, COLUMNS, dtype=torch.float32, device=x.device)
-    _contract_bwd(
+    # Without the gradient of x the aggregate's backward reads no weights: proj gives their shape.
+    (g_weights,) = h_aggregate_bwd(grad, x, proj, (False, True))
+    streams = x.flatten(-2)
+    parts = parts_for(streams, n, needs[0] and needs[1], grad)
+    programs = triton.cdiv(count, SHARE_TOKENS)
+    weights = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    small_shares = torch.empty(programs, 2, parts.columns, dtype=torch.float32, device=x.device)
+    _weights_bwd(
         (programs,),
         (
-            flat,
-            outer,
+            g_weights,
             proj,
             u,
             scale,
@@ -224,17 +211,15 @@ def learned_output_contract_bwd(
             parts.coefficient,
             small_shares,
             count,
-            stride,
-            stride_grad,
-            inner,
+            n * width,
             eps,
         ),
-        (n, COLUMNS, TOKENS, WIDTH, g_parts(x.dtype), alignment(stride, stride_grad, inner)),
+        (n, parts.columns, SHARE_TOKENS, g_parts(x.dtype), parts.interleaved),
         4,
     )
     g_x, shares = None, None
     if needs[0] or needs[1]:
-        g_x, shares = project_bwd(streams, weight, parts, needs[0], needs[1], weights, outer)
+        g_x, shares = project_bwd(streams, weight, parts, needs[0], needs[1], weights, grad)
     totals = [
         torch.empty(t.shape, dtype=t.dtype, device=x.device) if need else None
         for t, need in zip(inputs[1:], needs[1:], strict=True)

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._triton_common import Launcher, follow, store, widen
+from .._strides import alignment
+from .._triton_common import Launcher, elements, lead, store, widen
 from .._tuning import tuned
 from .config import candidates, heuristic
 
@@ -21,17 +22,19 @@ def add_3_tile(a, b, c):
 
 
 @triton.jit(do_not_specialize=["count"])
-def fused_add_3_kernel(a_ptr, b_ptr, c_ptr, out_ptr, count: tl.int64, BLOCK: tl.constexpr):
-    follow()
-    elements = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = elements < count
-    a = tl.load(a_ptr + elements, mask=inside, other=0.0)
-    b = tl.load(b_ptr + elements, mask=inside, other=0.0)
-    c = tl.load(c_ptr + elements, mask=inside, other=0.0)
-    store(out_ptr + elements, add_3_tile(a, b, c), inside)
+def fused_add_3_kernel(
+    a_ptr, b_ptr, c_ptr, out_ptr, count: tl.int64, BLOCK: tl.constexpr, ALIGN: tl.constexpr
+):
+    lead()
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < elements(count, ALIGN)
+    a = tl.load(a_ptr + at, mask=inside, other=0.0)
+    b = tl.load(b_ptr + at, mask=inside, other=0.0)
+    c = tl.load(c_ptr + at, mask=inside, other=0.0)
+    store(out_ptr + at, add_3_tile(a, b, c), inside)
 
 
-_add_3 = Launcher(fused_add_3_kernel)
+_add_3 = Launcher(fused_add_3_kernel, follows=False)
 
 
 def fused_add_3_fwd(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -39,11 +42,11 @@ def fused_add_3_fwd(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     count = out.numel()
     if count:
         config = tuned("fused_add_3", out.device, heuristic, candidates)
-        grid = (triton.cdiv(count, config.block),)
+        align = alignment(count)
         _add_3(
-            grid,
-            (a.contiguous(), b.contiguous(), c.contiguous(), out, count),
-            (config.block,),
+            (triton.cdiv(count, config.block),),
+            (a.contiguous(), b.contiguous(), c.contiguous(), out, count // align),
+            (config.block, align),
             config.num_warps,
         )
     return out

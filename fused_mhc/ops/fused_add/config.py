@@ -16,7 +16,7 @@ class AddConfig:
 
 
 def heuristic() -> AddConfig:
-    return AddConfig(block=1024, num_warps=4)
+    return AddConfig(block=2048, num_warps=4)
 
 
 def candidates() -> list[AddConfig]:

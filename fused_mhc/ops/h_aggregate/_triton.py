@@ -18,10 +18,10 @@ from .._triton_common import (
     Launcher,
     block_sums,
     elements,
-    follow,
     lane_dots,
     lane_zeros,
     last_first,
+    lead,
     load_columns,
     load_scalars,
     load_streams,
@@ -32,7 +32,7 @@ from .._triton_common import (
 from .._tuning import tuned
 from .config import candidates, heuristic
 
-__all__ = ["aggregate_row", "aggregate_tile", "h_aggregate_bwd", "h_aggregate_fwd"]
+__all__ = ["aggregate_bwd_row", "aggregate_row", "aggregate_tile", "h_aggregate_bwd", "h_aggregate_fwd"]
 
 
 @triton.jit
@@ -82,24 +82,25 @@ def h_aggregate_fwd_kernel(
     GROUP: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    follow()
+    lead()
     token = last_first()
     weights = load_scalars(h_ptr + token * h_stride, n)
     x_row = x_ptr + token * elements(x_stride, ALIGN)
     aggregate_row(x_row, elements(x_stream_stride, ALIGN), out_ptr + token * C, weights, n, C, BLOCK, GROUP)
 
 
-@triton.jit(do_not_specialize=["grad_stride", "x_stride", "x_stream_stride", "h_stride"])
-def h_aggregate_bwd_kernel(
+@triton.jit
+def aggregate_bwd_row(
+    token,
     grad_ptr,
     x_ptr,
     h_ptr,
     g_x_ptr,
     g_h_ptr,
-    grad_stride: tl.int64,
-    x_stride: tl.int64,
-    x_stream_stride: tl.int64,
-    h_stride: tl.int64,
+    grad_stride,
+    x_stride,
+    x_stream_stride,
+    h_stride,
     n: tl.constexpr,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -107,14 +108,15 @@ def h_aggregate_bwd_kernel(
     VECTOR: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    follow()
+    """The gradients of a token: of its streams and of its weights, each where its pointer is not None."""
     WRITE: tl.constexpr = g_x_ptr is not None
     DOTS: tl.constexpr = n if g_h_ptr is not None else 0
     FULL: tl.constexpr = C % (BLOCK * GROUP) == 0
-    token = last_first()
     grad_row = grad_ptr + token * elements(grad_stride, ALIGN)
     x_row = x_ptr + token * elements(x_stride, ALIGN)
-    weights = load_scalars(h_ptr + token * h_stride, n if WRITE else 0)
+    weights = ()
+    if WRITE:
+        weights = load_scalars(h_ptr + token * h_stride, n)
     sums = lane_zeros(DOTS, BLOCK // VECTOR)
     for start in range(0, C, BLOCK * GROUP):
         grads = ()
@@ -135,8 +137,47 @@ def h_aggregate_bwd_kernel(
         store(g_h_ptr + token * n + i, totals[i])
 
 
-_fwd = Launcher(h_aggregate_fwd_kernel)
-_bwd = Launcher(h_aggregate_bwd_kernel)
+@triton.jit(do_not_specialize=["grad_stride", "x_stride", "x_stream_stride", "h_stride"])
+def h_aggregate_bwd_kernel(
+    grad_ptr,
+    x_ptr,
+    h_ptr,
+    g_x_ptr,
+    g_h_ptr,
+    grad_stride: tl.int64,
+    x_stride: tl.int64,
+    x_stream_stride: tl.int64,
+    h_stride: tl.int64,
+    n: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    lead()
+    aggregate_bwd_row(
+        last_first(),
+        grad_ptr,
+        x_ptr,
+        h_ptr,
+        g_x_ptr,
+        g_h_ptr,
+        grad_stride,
+        x_stride,
+        x_stream_stride,
+        h_stride,
+        n,
+        C,
+        BLOCK,
+        GROUP,
+        VECTOR,
+        ALIGN,
+    )
+
+
+_fwd = Launcher(h_aggregate_fwd_kernel, follows=False)
+_bwd = Launcher(h_aggregate_bwd_kernel, follows=False)
 
 
 def h_aggregate_fwd(x: Tensor, h_pre: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from .._triton_common import (
     lane_dots,
     lane_zeros,
     last_first,
+    lead,
     load_columns,
     load_scalars,
     load_streams,
@@ -187,7 +188,7 @@ def h_post_bda_fwd_kernel(
     GROUP: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    follow()
+    lead()
     DROP: tl.constexpr = seed_ptr is not None
     FULL: tl.constexpr = C % (BLOCK * GROUP) == 0
     token = last_first()
@@ -346,7 +347,7 @@ def h_post_bda_bwd_kernel(
     tokens: ``bias_sums [chunks, C]`` takes its sum over the tokens, and ``g_h_res`` and ``g_h_post`` are then
     ``[T, groups, ...]`` in fp32: what each group adds to the dot products. The loads of STAGES - 1 tokens to come are
     in flight meanwhile, through shared memory."""
-    follow()
+    lead()
     DROP: tl.constexpr = seed_ptr is not None
     RES: tl.constexpr = n if g_h_res_ptr is not None else 0
     RESIDUAL: tl.constexpr = n if g_residual_ptr is not None else 0
@@ -523,8 +524,8 @@ def h_post_bda_sum_kernel(
             _sum_parts(post_parts_ptr, g_h_post_ptr, program - BIAS_BLOCKS - res_blocks, T, n, PARTS, BLOCK)
 
 
-_fwd = Launcher(h_post_bda_fwd_kernel)
-_bwd = Launcher(h_post_bda_bwd_kernel)
+_fwd = Launcher(h_post_bda_fwd_kernel, follows=False)
+_bwd = Launcher(h_post_bda_bwd_kernel, follows=False)
 _sum = Launcher(h_post_bda_sum_kernel)
 
 
@@ -553,7 +554,9 @@ def h_post_bda_fwd(
     h_post, h_post_stride = flatten(h_post, 1)
     bias = bias.contiguous() if bias is not None else None
     itemsize = residual.element_size()
-    config = tuned("h_post_bda_fwd", out.device, fwd_heuristic, fwd_candidates, n, width, itemsize)
+    config = tuned(
+        "h_post_bda_fwd", out.device, fwd_heuristic, fwd_candidates, n, width, itemsize, bias is not None
+    )
     align = alignment(width, residual_stride, residual_stream_stride, x_stride)
     strides = (residual_stride // align, residual_stream_stride // align, x_stride // align)
     _fwd(

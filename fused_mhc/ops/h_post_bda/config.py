@@ -29,20 +29,20 @@ def _fwd_limits(n: int) -> tuple[int, int]:
 
 def _bwd_limits(n: int, bias: bool) -> tuple[int, int]:
     """The same. The n*n + n dot products take registers; the fewer warps, the fewer wait for one another."""
-    if bias and n <= 6:
+    if n <= 4 or (bias and n <= 6):
         return 72, 4
-    return (108, 8) if n <= 4 else (108, 2) if n <= 6 else (72, 1)
+    return (108, 2) if n <= 6 else (72, 1)
 
 
 @functools.lru_cache(maxsize=None)
-def fwd_heuristic(n: int, width: int, itemsize: int) -> RowConfig:
+def fwd_heuristic(n: int, width: int, itemsize: int, bias: bool) -> RowConfig:
     """Forward; ``itemsize`` of the streams."""
-    return row_config(width, itemsize, n + 1, *_fwd_limits(n))
+    return row_config(width, itemsize, n + 1 + bias, *_fwd_limits(n))
 
 
-def fwd_candidates(n: int, width: int, itemsize: int) -> list[RowConfig]:
+def fwd_candidates(n: int, width: int, itemsize: int, bias: bool) -> list[RowConfig]:
     """Configurations worth timing; all give the same bits."""
-    return row_candidates(width, itemsize, n + 1, *_fwd_limits(n))
+    return row_candidates(width, itemsize, n + 1 + bias, *_fwd_limits(n))
 
 
 @functools.lru_cache(maxsize=None)
@@ -58,7 +58,5 @@ def bwd_candidates(n: int, width: int, itemsize: int, bias: bool) -> list[RowCon
 
 def valid(config: RowConfig, n: int, width: int, itemsize: int) -> bool:
     """The configuration can run this shape, in either direction."""
-    every = fwd_candidates(n, width, itemsize)
-    for bias in (False, True):
-        every += bwd_candidates(n, width, itemsize, bias)
-    return config in every
+    found = (fwd_candidates, bwd_candidates)
+    return any(config in each(n, width, itemsize, bias) for each in found for bias in (False, True))

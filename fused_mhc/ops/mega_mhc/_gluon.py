@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .._triton_common import Launcher, follow
-from ..proj_rms_compute_h._gluon_tma import follow_launch, load_tile, store_tile, thread_barrier
+from ..proj_rms_compute_h._gluon_tma import Capped, follow_launch, load_tile, store_tile, thread_barrier
 from ..proj_rms_compute_h._triton_fwd import tma_rows
 from ..proj_rms_compute_h._triton_tiles import part
 from ..proj_rms_compute_h.config import PARTS
@@ -41,7 +41,9 @@ __all__ = ["norm_bwd", "state_bwd"]
 #: Columns of a tile, and columns of the projection, padded.
 WIDTH, COLUMNS = 64, 32
 #: Tokens of a step and tiles in flight of the pass for g_phi and the RMSNorm.
-NORM_TOKENS, NORM_STAGES = 64, 4
+NORM_TOKENS, NORM_STAGES = 32, 4
+#: Registers of its threads: two programs share a multiprocessor.
+NORM_REGISTERS = 128
 #: The same of the pass for the state, one step of tokens a program.
 STATE_TOKENS, STATE_STAGES = 32, 3
 
@@ -151,11 +153,11 @@ def norm_bwd_kernel(
     shared: gl.constexpr = new_desc.layout
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, WIDTH // 2, 16])
     L: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 32]],
+        [[0, 1], [0, 2], [0, 4]],
         [[1, 0], [2, 0], [4, 0], [0, 8], [0, 16]],
-        [[8, 0], [16, 0], [32, 0]],
+        [[8, 0], [16, 0], [0, 32]],
         [],
-        [64, 64],
+        [32, 64],
     )
     block = gl.program_id(0)
     chunk = gl.program_id(1)
@@ -625,7 +627,7 @@ def state_bwd_kernel(
 
 
 _group_phi = Launcher(group_phi_kernel)
-_norm_bwd = Launcher(norm_bwd_kernel)
+_norm_bwd = Launcher(Capped(norm_bwd_kernel, NORM_REGISTERS))
 _state_bwd = Launcher(state_bwd_kernel)
 
 

@@ -243,7 +243,7 @@ def _mixes_gradients(
             g_parts(dtype),
             interleaved,
         ),
-        1,
+        tiles.MAPPING_WARPS,
     )
     return Through(parts, coefficient, shares)
 

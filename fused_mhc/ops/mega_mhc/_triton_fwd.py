@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._strides import alignment, flatten
-from .._triton_common import Launcher, follow, last_first, widen
+from .._triton_common import Launcher, follow, lead, widen
 from ..proj_rms_compute_h._triton_fwd import SPLIT_BLOCK, empty_parts, project, split_weight_tile
 from ..proj_rms_compute_h._triton_tiles import alpha_columns, collect_tile, mapping_tile, rms_tile
 from ..sinkhorn._triton import sinkhorn_load_tile, sinkhorn_store_tile, sinkhorn_tile
@@ -83,20 +83,15 @@ def site_kernel(
     W_PARTS: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """The first ``splits`` programs fill the parts of phi that the projection reads next, SPLIT columns each; every
-    other one makes one token: all of its columns. At the exit ``new_ptr`` is None and nothing is split."""
-    follow()
+    """A program a token makes all of its columns; ``splits`` more fill the parts of phi that the projection reads next,
+    SPLIT columns each (they come last: with few tokens they would stand in the way). At the exit ``new_ptr`` is None and
+    nothing is split."""
+    lead()
     program = tl.program_id(0)
-    if program < splits:
-        if W_PARTS > 0:
-            row = program % part_rows
-            k = (program // part_rows).to(tl.int64) * SPLIT + tl.arange(0, SPLIT)
-            split_weight_tile(
-                phi_ptr, parts_ptr, row.to(tl.int64), part_rows, k, n * C, size, part_width, W_PARTS
-            )
-    else:
+    tokens = tl.num_programs(0) - splits
+    if program < tokens:
         site_row_tile(
-            last_first(),
+            (tokens - 1 - program).to(tl.int64),  # the order of `last_first`
             output_ptr,
             residual_ptr,
             pre_ptr,
@@ -119,6 +114,13 @@ def site_kernel(
             GROUP,
             KEEP,
             ENTRY,
+        )
+    elif W_PARTS > 0:
+        program -= tokens
+        row = program % part_rows
+        k = (program // part_rows).to(tl.int64) * SPLIT + tl.arange(0, SPLIT)
+        split_weight_tile(
+            phi_ptr, parts_ptr, row.to(tl.int64), part_rows, k, n * C, size, part_width, W_PARTS
         )
 
 
@@ -168,7 +170,7 @@ def mixes_kernel(
     sinkhorn_store_tile(res_ptr, sinkhorn_tile(logits, hc_eps, n, ITERATIONS, False), rows, row_mask, n)
 
 
-_site = Launcher(site_kernel)
+_site = Launcher(site_kernel, follows=False)
 _mixes = Launcher(mixes_kernel)
 
 
@@ -264,7 +266,8 @@ def _run_site(
             n,
             width,
             chosen.block,
-            chosen.group,
+            # Without new streams to store the loads need not come first, and fewer registers run more programs.
+            chosen.group if outs[0] is not None else min(2, chosen.group),
             chosen.keep,
             state.output is None,
             align,
@@ -299,8 +302,9 @@ def _site_fwd(
         parts = empty_parts(like.dtype, phi, "fp32")
         _run_site(state, n, norm_weight, norm_eps, (new_residual, block_input, rstd), phi, parts)
         partial, square, per_group = project(new_residual.view(count, width), phi, "fp32", parts)
+        tokens = tiles.mixes_tokens(count)
         _mixes(
-            (triton.cdiv(count, tiles.MAPPING_TOKENS),),
+            (triton.cdiv(count, tokens),),
             (
                 partial,
                 square,
@@ -317,7 +321,7 @@ def _site_fwd(
                 norm_eps,
                 hc_eps,
             ),
-            (n, tiles.columns(n), tiles.MAPPING_TOKENS, num_iters, per_group),
+            (n, tiles.columns(n), tokens, num_iters, per_group),
             1,
         )
     return new_residual, pre, post, res, block_input, proj, u, rstd

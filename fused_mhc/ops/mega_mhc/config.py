@@ -13,12 +13,23 @@ import triton
 
 from ..proj_rms_compute_h.config import padded
 
-__all__ = ["CHUNK", "MAPPING_TOKENS", "MAX_FUSED_SINKHORN", "SiteConfig", "columns", "heuristic"]
+__all__ = [
+    "CHUNK",
+    "MAPPING_TOKENS",
+    "MAPPING_WARPS",
+    "MAX_FUSED_SINKHORN",
+    "SiteConfig",
+    "columns",
+    "heuristic",
+    "mixes_tokens",
+]
 
 #: Tokens whose share of the gradients of phi and norm_weight is one partial sum.
 CHUNK = 1024
-#: Tokens of one program of the mapping kernels; the partial sums of g_alpha and g_bias cover as many.
+#: Tokens of one program of the backward's mapping; the partial sums of g_alpha and g_bias cover as many.
 MAPPING_TOKENS = 32
+#: Its warps. One would do for Sinkhorn, whose threads hold a token each, but not for the loads around it.
+MAPPING_WARPS = 4
 
 #: Largest n whose Sinkhorn backward runs inside the mapping's kernel; beyond, registers spill and it has its own launch.
 MAX_FUSED_SINKHORN = 4
@@ -50,6 +61,12 @@ class SiteConfig:
     stages: int
 
 
+def mixes_tokens(count: int) -> int:
+    """Tokens of one program of the forward's mapping, of ``count`` in all: the fewer, the less each waits for partial
+    sums. No bit depends on it."""
+    return 8 if count > 1024 else 1
+
+
 def columns(n: int) -> int:
     """Columns of the projection, ``n*n + 2*n`` rounded up to a power of two that a tensor core takes."""
     return padded(n * n + 2 * n)
@@ -59,11 +76,13 @@ def columns(n: int) -> int:
 def heuristic(n: int, width: int) -> SiteConfig:
     """The tiles for n streams of ``width`` elements."""
     block = min(1024, max(128, triton.next_power_of_2(width)))
+    blocks = triton.cdiv(width, block)
     # A step's streams, gradients and shares of g_phi have to fit in registers.
     return SiteConfig(
         block=block,
         num_warps=max(1, min(4, block // 256)),
-        group=2 if n <= 4 else 1,
+        # Every load before the first store, while registers last.
+        group=1 if n > 4 else blocks if blocks <= 4 else 2,
         keep=width <= 8192,
         norm_width=64 if n <= 4 else 32 if n <= 6 else 16,
         norm_tokens=32,

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._strides import alignment, flatten
-from .._triton_common import Launcher, elements, follow, last_first, widen
+from .._triton_common import Launcher, elements, last_first, lead, widen
 from .._tuning import tuned
 from ..h_aggregate._triton import aggregate_row
 from ..h_aggregate.config import candidates, heuristic
@@ -109,7 +109,7 @@ def collapse_kernel(
     """The first ``tiles`` programs write all mixes of TOKENS tokens each, a long chain of small steps; the others, one a
     token, make its pre-mix again from the partial sums and collapse its streams meanwhile. SINKHORN: normalise here;
     else the logits stay."""
-    follow()
+    lead()
     N: tl.constexpr = n * n + 2 * n
     cols = tl.arange(0, COLUMNS)
     program = tl.program_id(0)
@@ -175,7 +175,7 @@ def collapse_kernel(
         )
 
 
-_collapse = Launcher(collapse_kernel)
+_collapse = Launcher(collapse_kernel, follows=False)
 
 
 def mhc_pre_fwd(

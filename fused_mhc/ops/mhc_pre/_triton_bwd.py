@@ -1,9 +1,9 @@
 """`mhc_pre` in Triton, backward.
 
 1. One read of the streams and of the layer input's gradient: ``g_h_pre[i] = <g_layer_input, x[i]>`` (the aggregate's
-   own backward).
-2. The mixes: Sinkhorn, sigmoids and scale back to the raw projection, kept as bf16 parts, and to the factor of x in its
-   own gradient; T x N numbers.
+   own backward), and Sinkhorn's backward beside it: a long chain of small steps that needs no memory to speak of.
+2. The mixes: sigmoids and scale back to the raw projection, kept as bf16 parts, and to the factor of x in its own
+   gradient; T x N numbers.
 3. One read of the streams and of every gradient that flows into them, one write of theirs; shares of g_W for every
    chunk of tokens, added in order at the end.
 """
@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._strides import flatten
-from .._triton_common import Launcher, follow, widen
-from ..h_aggregate._triton import h_aggregate_bwd
+from .._strides import alignment, flatten
+from .._triton_common import Launcher, follow, last_first, lead, widen
+from ..h_aggregate._triton import aggregate_bwd_row, h_aggregate_bwd
+from ..h_aggregate.config import heuristic
 from ..proj_rms_compute_h._triton_bwd import add_all_shares, parts_for, project_bwd
 from ..proj_rms_compute_h._triton_tiles import (
     alpha_columns,
@@ -32,7 +33,6 @@ from ..proj_rms_compute_h._triton_tiles import (
 from ..proj_rms_compute_h.config import g_parts
 from ..sinkhorn._triton import sinkhorn_bwd, sinkhorn_bwd_tile, sinkhorn_load_tile, sinkhorn_store_tile
 from ..sinkhorn.config import MAX_REGISTER_STREAMS_BWD
-from ..sinkhorn.config import heuristic as sinkhorn_heuristic
 from . import config as tiles
 
 __all__ = ["mhc_pre_bwd"]
@@ -49,8 +49,85 @@ def logits_tile(raw, u, alpha_res_ptr, bias_ptr, n: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["count", "width", "stride_pre", "stride_post", "stride_res", "rms_eps", "sinkhorn_eps"]
+    do_not_specialize=[
+        "count",
+        "tiles",
+        "grad_stride",
+        "x_stride",
+        "x_stream_stride",
+        "stride_res",
+        "rms_eps",
+        "sinkhorn_eps",
+    ]
 )
+def dots_kernel(
+    x_ptr,
+    grad_ptr,
+    g_pre_ptr,
+    proj_ptr,
+    r_ptr,
+    g_res_ptr,
+    alpha_res_ptr,
+    bias_ptr,
+    logits_ptr,
+    count: tl.int64,
+    tiles: tl.int32,
+    grad_stride: tl.int64,
+    x_stride: tl.int64,
+    x_stream_stride: tl.int64,
+    stride_res: tl.int64,
+    rms_eps: tl.float32,
+    sinkhorn_eps: tl.float32,
+    n: tl.constexpr,
+    C: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    PAPER: tl.constexpr,
+    INSIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """The first ``tiles`` programs write the gradient of the logits of TOKENS tokens each (``g_res_ptr``: that of the
+    matrices); the others, one a token, that of its pre-mix."""
+    lead()
+    N: tl.constexpr = n * n + 2 * n
+    program = tl.program_id(0)
+    if program < tiles:
+        if g_res_ptr is not None:
+            rows = program.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+            row_mask = rows < count
+            r = tl.load(r_ptr + rows, mask=row_mask, other=1.0)
+            u = tl.div_rn(tl.full(r.shape, 1.0, tl.float32), r if INSIDE else r + rms_eps)
+            raw = sinkhorn_load_tile(proj_ptr + 2 * n, N, rows, row_mask, n, 1)
+            g_res = sinkhorn_load_tile(g_res_ptr, stride_res, rows, row_mask, n, 1)
+            logits = logits_tile(raw, u, alpha_res_ptr, bias_ptr, n)
+            g_logits = sinkhorn_bwd_tile(g_res, logits, sinkhorn_eps, n, ITERATIONS, PAPER, SEGMENT)
+            sinkhorn_store_tile(logits_ptr, g_logits, rows, row_mask, n)
+    elif grad_ptr is not None:
+        aggregate_bwd_row(
+            last_first(),
+            grad_ptr,
+            x_ptr,
+            None,
+            None,
+            g_pre_ptr,
+            grad_stride,
+            x_stride,
+            x_stream_stride,
+            0,
+            n,
+            C,
+            BLOCK,
+            GROUP,
+            VECTOR,
+            ALIGN,
+        )
+
+
+@triton.jit(do_not_specialize=["count", "width", "stride_pre", "stride_post", "stride_res", "rms_eps"])
 def mixes_bwd_kernel(
     proj_ptr,
     r_ptr,
@@ -61,7 +138,6 @@ def mixes_bwd_kernel(
     alpha_post_ptr,
     alpha_res_ptr,
     bias_ptr,
-    logits_ptr,
     parts_ptr,
     coefficient_ptr,
     share_ptr,
@@ -71,20 +147,14 @@ def mixes_bwd_kernel(
     stride_post: tl.int64,
     stride_res: tl.int64,
     rms_eps: tl.float32,
-    sinkhorn_eps: tl.float32,
     n: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
-    ITERATIONS: tl.constexpr,
-    SEGMENT: tl.constexpr,
     G_PARTS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    PAPER: tl.constexpr,
     INSIDE: tl.constexpr,
-    SINKHORN: tl.constexpr,
 ):
-    """SINKHORN: ``g_res`` is the gradient of the matrices (``logits_ptr``: scratch for that of the logits); else it is
-    that of the logits already."""
+    """``g_res_ptr``: gradient of Sinkhorn's logits."""
     follow()
     N: tl.constexpr = n * n + 2 * n
     tile = tl.program_id(0).to(tl.int64)
@@ -95,17 +165,7 @@ def mixes_bwd_kernel(
     u = tl.div_rn(tl.full(r.shape, 1.0, tl.float32), r if INSIDE else r + rms_eps)
     g_mix = load_columns(g_pre_ptr, rows, row_mask, cols, stride_pre, n)
     g_mix += load_columns(g_post_ptr, rows, row_mask, cols - n, stride_post, n)
-    if SINKHORN and g_res_ptr is not None:
-        raw = sinkhorn_load_tile(proj_ptr + 2 * n, N, rows, row_mask, n, 1)
-        g_res = sinkhorn_load_tile(g_res_ptr, stride_res, rows, row_mask, n, 1)
-        logits = logits_tile(raw, u, alpha_res_ptr, bias_ptr, n)
-        g_logits = sinkhorn_bwd_tile(g_res, logits, sinkhorn_eps, n, ITERATIONS, PAPER, SEGMENT)
-        # A thread holds a token's whole matrix there: its gradient changes hands through memory.
-        sinkhorn_store_tile(logits_ptr, g_logits, rows, row_mask, n)
-        tl.debug_barrier()
-        g_mix += load_columns(logits_ptr, rows, row_mask, cols - 2 * n, n * n, n * n)
-    else:
-        g_mix += load_columns(g_res_ptr, rows, row_mask, cols - 2 * n, stride_res, n * n)
+    g_mix += load_columns(g_res_ptr, rows, row_mask, cols - 2 * n, stride_res, n * n)
     alpha = alpha_columns(alpha_pre_ptr, alpha_post_ptr, alpha_res_ptr, cols, n)
     bias = widen(tl.load(bias_ptr + cols, mask=cols < N, other=0.0))
     proj = load_columns(proj_ptr, rows, row_mask, cols, N, N)
@@ -121,6 +181,7 @@ def mixes_bwd_kernel(
     tl.store(share + COLUMNS, tl.sum(g_h, axis=0))
 
 
+_dots = Launcher(dots_kernel, follows=False)
 _mixes_bwd = Launcher(mixes_bwd_kernel)
 
 
@@ -143,6 +204,78 @@ def _logits_gradient(
     u = 1.0 / (r + rms_eps if rms_eps_mode == "outside" else r)
     logits = proj[..., 2 * n :] * alpha_res.float() * u + bias[2 * n :].float()
     return sinkhorn_bwd(g_h_res, logits.unflatten(-1, (n, n)), num_iterations, sinkhorn_eps, variant)
+
+
+def _dots_and_logits(
+    g_layer_input: Tensor | None,
+    g_h_res: Tensor | None,
+    x: Tensor,
+    alpha_res: Tensor,
+    bias: Tensor,
+    proj: Tensor,
+    r: Tensor,
+    num_iterations: int,
+    rms_eps: float,
+    sinkhorn_eps: float,
+    rms_eps_mode: str,
+    variant: str,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the pre-mix and of Sinkhorn's logits, each of what there is, in one launch."""
+    *lead, n, width = x.shape
+    count, device = r.numel(), x.device
+    rows = heuristic(n, width, x.element_size())
+    tokens = 32 * rows.num_warps  # a token is one thread's work
+    g_pre, logits, mapping_tiles, programs = None, None, 0, 0
+    grad, grad_stride, g_res, stride_res = None, 0, None, 0
+    streams, x_stride = flatten(x, 2)
+    if g_layer_input is not None:
+        g_pre = torch.empty(*lead, n, dtype=torch.float32, device=device)
+        grad, grad_stride = flatten(g_layer_input, 1)
+        programs = count
+    if g_h_res is not None:
+        logits = torch.empty(*lead, n, n, dtype=torch.float32, device=device)
+        g_res, stride_res = flatten(g_h_res, 2, dense=True)
+        mapping_tiles = triton.cdiv(count, tokens)
+    if not mapping_tiles + programs:
+        return None, None
+    align = alignment(width, grad_stride, x_stride, streams.stride(-2))
+    _dots(
+        (mapping_tiles + programs,),
+        (
+            streams,
+            grad,
+            g_pre,
+            proj,
+            r,
+            g_res,
+            alpha_res,
+            bias.contiguous(),
+            logits,
+            count,
+            mapping_tiles,
+            grad_stride // align,
+            x_stride // align,
+            streams.stride(-2) // align,
+            stride_res,
+            rms_eps,
+            sinkhorn_eps,
+        ),
+        (
+            n,
+            width,
+            tokens,
+            num_iterations,
+            tiles.sinkhorn_segment(n),
+            variant == "paper",
+            rms_eps_mode == "inside",
+            rows.block,
+            rows.group,
+            16 // x.element_size(),
+            align,
+        ),
+        rows.num_warps,
+    )
+    return g_pre, logits
 
 
 def mhc_pre_bwd(
@@ -177,12 +310,25 @@ def mhc_pre_bwd(
             for t, need in zip(inputs, needs, strict=True)
             if need
         ]
-    g_pre = None
-    if g_layer_input is not None:
-        (g_pre,) = h_aggregate_bwd(g_layer_input, x, h_pre, (False, True))
-    narrow = n <= MAX_REGISTER_STREAMS_BWD
-    g_res = g_h_res
-    if not narrow:
+    if n <= MAX_REGISTER_STREAMS_BWD:
+        g_pre, g_res = _dots_and_logits(
+            g_layer_input,
+            g_h_res,
+            x,
+            alpha_res,
+            bias,
+            proj,
+            r,
+            num_iterations,
+            rms_eps,
+            sinkhorn_eps,
+            rms_eps_mode,
+            variant,
+        )
+    else:
+        g_pre = None
+        if g_layer_input is not None:
+            (g_pre,) = h_aggregate_bwd(g_layer_input, x, h_pre, (False, True))
         g_res = _logits_gradient(
             g_h_res,
             alpha_res,
@@ -200,9 +346,6 @@ def mhc_pre_bwd(
     grad = parts_for(flat_x, size, needs[0] and needs[1], g_layer_input, g_x_passed)
     mapping_tiles = triton.cdiv(count, tiles.MAPPING_TOKENS)
     mapping_shares = torch.empty((mapping_tiles, 2, grad.columns), dtype=torch.float32, device=x.device)
-    logits = None
-    if narrow and g_res is not None:
-        logits = torch.empty((count, n * n), dtype=torch.float32, device=x.device)
     rows = [
         (None, 0) if g is None else flatten(g, trailing, dense=True)
         for g, trailing in ((g_pre, 1), (g_h_post, 1), (g_res, 2))
@@ -217,7 +360,6 @@ def mhc_pre_bwd(
             alpha_post,
             alpha_res,
             bias.contiguous(),
-            logits,
             grad.parts,
             grad.coefficient,
             mapping_shares,
@@ -225,21 +367,16 @@ def mhc_pre_bwd(
             n * width,
             *(stride for _, stride in rows),
             rms_eps,
-            sinkhorn_eps,
         ),
         (
             n,
             grad.columns,
             tiles.MAPPING_TOKENS,
-            num_iterations,
-            sinkhorn_heuristic(n, False).segment if narrow else 2,
             g_parts(x.dtype),
             grad.interleaved,
-            variant == "paper",
             rms_eps_mode == "inside",
-            narrow,
         ),
-        1,
+        4,
     )
     g_x, shares = None, None
     if needs[0] or needs[1]:

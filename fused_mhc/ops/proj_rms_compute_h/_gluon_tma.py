@@ -11,14 +11,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-__all__ = ["COLUMNS", "follow_launch", "load_tile", "store_tile", "thread_barrier", "tiles_of"]
+__all__ = ["COLUMNS", "Capped", "follow_launch", "load_tile", "store_tile", "thread_barrier", "tiles_of"]
 
 # These names changed after Triton 3.6.
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
-#: Columns of the projection in a product: N rounded up.
+#: Columns of the projection in a product of the backward: N rounded up.
 COLUMNS = gl.constexpr(32)
 
 
@@ -44,3 +44,13 @@ def tiles_of(t: Tensor, shape: tuple[int, int], stride: int, rows: int, columns:
     descriptor.shape, descriptor.strides = list(shape), [stride, 1]
     descriptor.block_shape, descriptor.layout = [rows, columns], _layout(rows, columns)
     return descriptor
+
+
+class Capped:
+    """A kernel whose launches start with at most this many registers a thread."""
+
+    def __init__(self, kernel: Any, registers: int) -> None:
+        self.kernel, self.registers = kernel, registers
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return functools.partial(self.kernel[grid], maxnreg=self.registers)

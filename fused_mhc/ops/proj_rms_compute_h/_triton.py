@@ -34,8 +34,10 @@ from .config import g_parts, padded
 
 __all__ = ["proj_rms_compute_h_bwd", "proj_rms_compute_h_fwd"]
 
-#: Tokens in one program of the forward's mapping kernel.
-MAPPING_TOKENS = 8
+
+def mapping_tokens(count: int) -> int:
+    """Tokens in one program of the forward's mapping kernel, of ``count`` in all; no bit depends on it."""
+    return 8 if count > 1024 else 1
 
 
 @triton.jit(do_not_specialize=["count", "width", "partials", "eps", "compute_h_eps"])
@@ -172,8 +174,9 @@ def proj_rms_compute_h_fwd(
     if count == 0:
         return tuple(outs)
     partial, square, per_group = project(x, weight, precision)
+    tokens = mapping_tokens(count)
     _mapping(
-        (-(-count // MAPPING_TOKENS),),
+        (-(-count // tokens),),
         (
             partial,
             square,
@@ -188,7 +191,7 @@ def proj_rms_compute_h_fwd(
             eps,
             compute_h_eps,
         ),
-        (n, padded(size), MAPPING_TOKENS, per_group, rms_eps_mode == "inside"),
+        (n, padded(size), tokens, per_group, rms_eps_mode == "inside"),
         2,
     )
     return tuple(outs)

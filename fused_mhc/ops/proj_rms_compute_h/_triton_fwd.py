@@ -148,10 +148,10 @@ _project = Launcher(project_kernel)
 
 
 @functools.lru_cache(maxsize=None)
-def runs_gluon(dtype: torch.dtype, width: int, size: int, device: torch.device) -> bool:
-    """Whether the Hopper kernels take x of this ``dtype`` and K = ``width``, with N = ``size``. Never a question of T
-    or of strides: a token's bits depend on the answer."""
-    fits = dtype is torch.bfloat16 and size <= 32 and width % 8 == 0
+def runs_gluon(dtype: torch.dtype, width: int, size: int, device: torch.device, columns: int = 32) -> bool:
+    """Whether the Hopper kernels that take up to ``columns`` columns (default: the backward's) take x of this ``dtype`` and
+    K = ``width``, with N = ``size``. Never a question of T or of strides: a token's bits depend on the answer."""
+    fits = dtype is torch.bfloat16 and size <= columns and width % 8 == 0
     return fits and not INTERPRETING.value and device_info(device).arch == "sm_90"
 
 
@@ -173,6 +173,7 @@ class Plan(NamedTuple):
     columns: int
     blocks: int
     steps: int
+    group: int
     x_parts: int
     w_parts: int
     order: int
@@ -196,15 +197,16 @@ def plan(
     device: torch.device,
     chosen: tiles.ProjectionConfig,
 ) -> Plan:
-    gluon = runs_gluon(x_dtype, width, size, device)
-    columns = 32 if gluon else tiles.columns(size)
+    gluon = runs_gluon(x_dtype, width, size, device, max(tiles.HOPPER_WARPGROUPS))
+    columns = tiles.hopper_columns(size) if gluon else tiles.columns(size)
     order = ORDER[precision]
     return Plan(
         gluon=gluon,
-        tokens=128 if gluon else chosen.tokens,
+        tokens=tiles.HOPPER_ROWS * tiles.HOPPER_WARPGROUPS[columns] if gluon else chosen.tokens,
         columns=columns,
         blocks=-(-size // columns),
         steps=-(-width // tiles.STEP),
+        group=tiles.hopper_group(size, width) if gluon else tiles.GROUP // tiles.SLICE,
         x_parts=PARTS[x_dtype],
         w_parts=min(PARTS[w_dtype], order),
         order=order,
@@ -267,13 +269,14 @@ def project(
         split_weight(weight, parts)
     _, rows, part_width = parts.shape
     token_tiles = -(-count // use.tokens)
-    slices = tiles.slices_per_program(token_tiles, -(-width // tiles.GROUP))
+    slices = tiles.slices_per_program(token_tiles, -(-width // (use.group * tiles.SLICE)), use.group)
     per_program = slices * (tiles.SLICE // tiles.STEP)
     partials = -(-use.steps // per_program)
     partial = torch.empty((partials, count, size), dtype=torch.float32, device=device)
     square = torch.empty((partials, count), dtype=torch.float32, device=device)
     if use.gluon:
-        hopper("fwd").project((partials, token_tiles), *tma_rows(x), parts, partial, square, per_program)
+        warpgroups = use.tokens // tiles.HOPPER_ROWS
+        hopper("fwd").project(*tma_rows(x), parts, partial, square, per_program, warpgroups)
     else:
         flat, stride = flatten(x, 1)
         _project(
@@ -305,4 +308,4 @@ def project(
             use.num_warps,
             use.num_stages,
         )
-    return partial, square, tiles.GROUP // tiles.SLICE // slices
+    return partial, square, use.group // slices

@@ -119,23 +119,25 @@ def collect_tile(
     PER_GROUP: tl.constexpr,
 ):
     """Projection and sum of squares of ``rows`` from ``partials`` partial sums, PER_GROUP of them a group."""
+    # Unrolled, so that the loads of some groups are in flight together.
+    GROUPS: tl.constexpr = 8 if PER_GROUP == 1 else (15 + PER_GROUP) // PER_GROUP
     at = rows[:, None] * size + cols[None, :]
     proj = tl.zeros((rows.shape[0], cols.shape[0]), tl.float32)
     square = tl.zeros((rows.shape[0],), tl.float32)
-    for first in range(0, partials, PER_GROUP):
-        group = tl.zeros_like(proj)
-        group_square = tl.zeros_like(square)
-        # Unrolled, so that the loads of a group are in flight together.
-        for index in tl.static_range(PER_GROUP):
-            mask = rows < tl.where(first + index < partials, count, 0)
-            group += tl.load(
-                partial_ptr + (first + index) * count * size + at,
-                mask=mask[:, None] & (cols[None, :] < size),
-                other=0.0,
-            )
-            group_square += tl.load(square_ptr + (first + index) * count + rows, mask=mask, other=0.0)
-        proj += group
-        square += group_square
+    for first in range(0, partials, GROUPS * PER_GROUP):
+        for begin in tl.static_range(0, GROUPS * PER_GROUP, PER_GROUP):
+            group = tl.zeros_like(proj)
+            group_square = tl.zeros_like(square)
+            for index in tl.static_range(begin, begin + PER_GROUP):
+                mask = rows < tl.where(first + index < partials, count, 0)
+                group += tl.load(
+                    partial_ptr + (first + index) * count * size + at,
+                    mask=mask[:, None] & (cols[None, :] < size),
+                    other=0.0,
+                )
+                group_square += tl.load(square_ptr + (first + index) * count + rows, mask=mask, other=0.0)
+            proj += group
+            square += group_square
     return proj, square
 
 

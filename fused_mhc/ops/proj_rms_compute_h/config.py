@@ -1,7 +1,7 @@
 """Tile sizes of the projection's kernels, and the parts that its products are made of.
 
-`STEP`, `SLICE`, `GROUP`, `CHUNK`, `grad_tokens` and the tile of the mapping kernels fix the order of sums and are part
-of the operation. What a tuned configuration may change leaves every bit as it is.
+`STEP`, `SLICE`, `GROUP`, `hopper_group`, `CHUNK`, `grad_tokens` and the tile of the mapping kernels fix the order of sums
+and are part of the operation. What a tuned configuration may change leaves every bit as it is.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import torch
 __all__ = [
     "CHUNK",
     "GROUP",
+    "HOPPER_ROWS",
+    "HOPPER_WARPGROUPS",
     "HOPPER_WIDTH",
     "ORDER",
     "PARTS",
@@ -25,6 +27,8 @@ __all__ = [
     "columns",
     "g_parts",
     "heuristic",
+    "hopper_columns",
+    "hopper_group",
     "padded",
     "slices_per_program",
     "valid",
@@ -38,10 +42,16 @@ ORDER = {"fp32": 3, "tf32": 2}
 STEP = 64
 #: Elements of K whose sum is the smallest that a program may leave behind.
 SLICE = 256
-#: Elements of K whose slices are added first, in order; the groups follow, in order.
+#: Elements of K whose slices are added first, in order; the groups follow, in order. (`hopper_group`: those of the
+#: Hopper forward.)
 GROUP = 4096
 #: Tokens whose share of the weight's gradient is one partial sum.
 CHUNK = 1024
+#: Warpgroups of the Hopper forward that share a tile of the weight, by its columns, one or two powers of two: as many as
+#: have registers for three sums of every column.
+HOPPER_WARPGROUPS = {16: 4, 32: 4, 40: 4, 48: 3, 64: 3, 80: 3, 96: 2, 128: 2}
+#: Rows of x of each of them.
+HOPPER_ROWS = 64
 #: Columns of K in one product of the Hopper backward.
 HOPPER_WIDTH = 128
 #: Tokens whose share of the gradients of alphas and bias is one partial sum.
@@ -83,9 +93,24 @@ def g_parts(dtype: torch.dtype) -> int:
     return 3 if dtype is torch.float32 else 2
 
 
-def slices_per_program(token_tiles: int, groups: int) -> int:
-    """Slices of K in one program: a whole group, or one where few tokens leave most of the chip idle."""
-    return GROUP // SLICE if token_tiles * groups >= 128 else 1
+def slices_per_program(token_tiles: int, groups: int, group: int = GROUP // SLICE) -> int:
+    """Slices of K in one partial sum: a whole group, or one where few tokens leave most of the chip idle."""
+    return group if token_tiles * groups >= 128 else 1
+
+
+def hopper_columns(size: int) -> int:
+    """Columns of the projection in the Hopper forward: N rounded up."""
+    return next(columns for columns in HOPPER_WARPGROUPS if columns >= size)
+
+
+def hopper_group(size: int, width: int) -> int:
+    """Slices in one group of the Hopper forward: a matter of N and K alone, as every bit depends on it. K is cut into
+    equal shares, so many that the items of 4096, 8192, 16384... tokens fill 132 multiprocessors in whole rounds (six where
+    tiles have 192 tokens, else eight), and so few that their partial sums are some 3% of x. A share of more than 24 slices
+    is cut again: the kernels that add up single slices have the loads of a group in flight together."""
+    slices = -(-width // SLICE)
+    shares = 6 if HOPPER_WARPGROUPS[hopper_columns(size)] == 3 else 8
+    return -(-slices // (shares * -(-slices // (24 * shares))))
 
 
 def chunks_per_program(width_tiles: int, chunks: int) -> int:

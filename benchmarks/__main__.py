@@ -28,30 +28,35 @@ def _commit() -> str:
     return asked.stdout.strip() or "unknown"
 
 
-def run_suite(name: str, device: torch.device, commit: str, console: Console, path: Path) -> Report:
-    """All parts of a suite in one report, against one bandwidth; written to ``path`` after each part, so that what
-    was measured is kept when a later part fails."""
+def run_suites(
+    paths: dict[str, Path], device: torch.device, commit: str, console: Console
+) -> dict[str, Report]:
+    """A report for every suite, all against one bandwidth. Our own parts come first, peers last (torch.compile and
+    autotuning take a minute at every new shape), and a suite's file in ``paths`` is written after each part, so that
+    what was measured is kept when a later part fails."""
     bandwidth = copy_bandwidth(device)
-    whole: Report | None = None
-    for part in SUITES[name]:
-        report = run_bench(
-            part.cases,
-            part.backends,
-            [p for p in part.peers if p in installed_peers()],
-            device=device,
-            host=part.host,
-            commit=commit,
-            copy_gbps=bandwidth,
-            progress=lambda line: console.print(line, style="dim"),
-        )
-        if whole is None:
-            whole = report
-        else:
-            whole.rows.extend(report.rows)
-            whole.failures.extend(report.failures)
-        path.write_text(json.dumps(whole.to_dict(), indent=1) + "\n")
-    assert whole is not None  # a suite has parts
-    return whole
+    reports: dict[str, Report] = {}
+    for peers in (False, True):
+        for name, path in paths.items():
+            for part in SUITES[name]:
+                if bool(part.peers) != peers:
+                    continue
+                report = run_bench(
+                    part.cases,
+                    part.backends,
+                    [p for p in part.peers if p in installed_peers()],
+                    device=device,
+                    host=part.host,
+                    commit=commit,
+                    copy_gbps=bandwidth,
+                    progress=lambda line: console.print(line, style="dim"),
+                )
+                whole = reports.setdefault(name, report)
+                if whole is not report:
+                    whole.rows.extend(report.rows)
+                    whole.failures.extend(report.failures)
+                path.write_text(json.dumps(whole.to_dict(), indent=1) + "\n")
+    return reports
 
 
 def main(
@@ -70,12 +75,11 @@ def main(
     device = torch.device("cuda", torch.cuda.current_device())
     gpu = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
     console = Console(width=140)
-    for name in chosen:
-        path = out / f"{gpu}-{name}.json"
-        report = run_suite(name, device, commit or _commit(), console, path)
+    paths = {name: out / f"{gpu}-{name}.json" for name in chosen}
+    for name, report in run_suites(paths, device, commit or _commit(), console).items():
         print_report(report, console)
-        plot_report(report, path.with_suffix(".png"), f"fused-mhc {name}")
-        console.print(f"wrote {path}")
+        plot_report(report, paths[name].with_suffix(".png"), f"fused-mhc {name}")
+        console.print(f"wrote {paths[name]}")
 
 
 if __name__ == "__main__":

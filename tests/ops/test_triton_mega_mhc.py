@@ -210,3 +210,20 @@ def test_mixed_that_no_register_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     for actual, expected in zip(triton_backend.mega_mhc_fwd(*tensors.values(), *EPS), kept, strict=True):
         assert bit_equal(actual, expected)
+
+
+def test_exit_rows_that_no_register_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exit's backward reads a very wide token twice; the bits are the same, those of the column sums too."""
+    tensors = given((2 * config.EXIT_CHUNK + 3, 2, 300, torch.float32))
+    state = [tensors[name] for name in STATE]
+    weight = tensors["norm_weight"]
+    out, rstd = triton_backend.mega_mhc_exit_fwd(*state, weight, 1e-6)
+    grad = torch.randn_like(out)
+    kept = triton_backend.mega_mhc_exit_bwd(grad, *state, weight, rstd, [True] * 6)
+    chosen = config.exit_heuristic(2, 300, 4)
+    assert chosen.keep
+    monkeypatch.setattr(config, "exit_heuristic", lambda *_: config.ExitConfig(chosen.rows, False))
+    again = triton_backend.mega_mhc_exit_bwd(grad, *state, weight, rstd, [True] * 6)
+    assert len(again) == len(kept)
+    for actual, expected in zip(again, kept, strict=True):
+        assert bit_equal(actual, expected)

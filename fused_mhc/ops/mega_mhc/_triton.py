@@ -30,6 +30,7 @@ from ..sinkhorn._triton import sinkhorn_bwd, sinkhorn_bwd_tile, sinkhorn_load_ti
 from ..sinkhorn.config import heuristic as sinkhorn_heuristic
 from . import config as tiles
 from ._triton_bwd import Through, site_gradients
+from ._triton_ends import entry_gradients, exit_gradients
 from ._triton_fwd import (
     State,
     aligned_rows,
@@ -508,8 +509,7 @@ def mega_mhc_entry_bwd(
         (g_pre, g_post, g_res), alpha, bias, proj, u, n, width, x.dtype, hc_eps, num_iters
     )
     (g_x,) = _empty((x,), needs[:1])
-    shares = site_gradients(
-        state,
+    shares = entry_gradients(
         state,
         n,
         g_new_residual,
@@ -518,12 +518,15 @@ def mega_mhc_entry_bwd(
         rstd,
         through,
         phi,
-        (None, g_x, None, None, None),
+        g_x,
         needs[1],
         needs[4],
     )
-    found = _gradients_of_parameters(shares, through, (phi, alpha, bias, norm_weight), n, needs[1:])
-    return _needed((g_x, *found), inputs, needs)
+    parameters = (phi[:, :width], alpha, bias, norm_weight)
+    g_phi, *found = _gradients_of_parameters(shares, through, parameters, n, needs[1:])
+    if g_phi is not None:  # of one stream
+        g_phi = g_phi.repeat(1, n)
+    return _needed((g_x, g_phi, *found), inputs, needs)
 
 
 def mega_mhc_exit_bwd(
@@ -547,23 +550,6 @@ def mega_mhc_exit_bwd(
     inputs = (*state_inputs, norm_weight)
     if rstd.numel() == 0:
         return _zeros(inputs, needs)
-    state = read_state(*state_inputs)
-    outs = _empty(state_inputs, needs[:5])
-    n = residual.shape[-2]
-    shares = site_gradients(
-        state,
-        state,
-        n,
-        None,
-        grad,
-        norm_weight,
-        rstd,
-        None,
-        None,
-        outs,
-        False,
-        needs[5],
-    )
-    parameters = (None, None, None, norm_weight)
-    *_, g_norm_weight = _gradients_of_parameters(shares, None, parameters, n, (False, False, False, needs[5]))
-    return _needed((*outs, g_norm_weight), inputs, needs)
+    outs = _empty(inputs, needs)
+    exit_gradients(read_state(*state_inputs), grad, norm_weight, rstd, outs[:5], outs[5])
+    return [t for t in outs if t is not None]

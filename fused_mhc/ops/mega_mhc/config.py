@@ -11,21 +11,32 @@ from dataclasses import dataclass
 
 import triton
 
+from .._rows import RowConfig, row_config
 from ..proj_rms_compute_h.config import padded
 
 __all__ = [
     "CHUNK",
+    "EXIT_CHUNK",
     "MAPPING_TOKENS",
     "MAPPING_WARPS",
     "MAX_FUSED_SINKHORN",
+    "EntryConfig",
+    "ExitConfig",
     "SiteConfig",
     "columns",
+    "entry_heuristic",
+    "entry_mean_heuristic",
+    "exit_heuristic",
     "heuristic",
+    "lane_elements",
     "mixes_tokens",
 ]
 
 #: Tokens whose share of the gradients of phi and norm_weight is one partial sum.
 CHUNK = 1024
+#: Tokens of one program of the exit's backward when norm_weight has a gradient, and of one partial sum of that: as many
+#: as make the partial sums' traffic small, as few as leave no multiprocessor without programs at the end.
+EXIT_CHUNK = 8
 #: Tokens of one program of the backward's mapping; the partial sums of g_alpha and g_bias cover as many.
 MAPPING_TOKENS = 32
 #: Its warps. One would do for Sinkhorn, whose threads hold a token each, but not for the loads around it.
@@ -61,6 +72,25 @@ class SiteConfig:
     stages: int
 
 
+@dataclass(frozen=True)
+class ExitConfig:
+    """How a program of the exit's backward walks a token, and whether the token's ``mixed`` and gradient, and the column
+    sums, stay in registers (else it is read again)."""
+
+    rows: RowConfig
+    keep: bool
+
+
+@dataclass(frozen=True)
+class EntryConfig:
+    """Columns and tokens of a step of the entry's backward, steps in flight, and warps."""
+
+    width: int
+    tokens: int
+    stages: int
+    num_warps: int
+
+
 def mixes_tokens(count: int) -> int:
     """Tokens of one program of the forward's mapping, of ``count`` in all: the fewer, the less each waits for partial
     sums. No bit depends on it."""
@@ -92,3 +122,26 @@ def heuristic(n: int, width: int) -> SiteConfig:
         state_warps=4,
         stages=2,
     )
+
+
+def lane_elements(itemsize: int) -> int:
+    """Neighbours that a lane loads at once."""
+    return 16 // itemsize
+
+
+@functools.lru_cache(maxsize=None)
+def exit_heuristic(n: int, width: int, itemsize: int) -> ExitConfig:
+    """For n streams of ``width`` elements of ``itemsize`` bytes."""
+    # Wider rows spill what they would keep.
+    return ExitConfig(row_config(width, itemsize, n + 2, 48, 8), width * itemsize <= 8192)
+
+
+@functools.lru_cache(maxsize=None)
+def entry_mean_heuristic(width: int, itemsize: int) -> RowConfig:
+    """For the entry's pass over x and the gradient of the block input."""
+    return row_config(width, itemsize, 2, 32, 4)
+
+
+def entry_heuristic(n: int) -> EntryConfig:
+    """For n streams."""
+    return EntryConfig(width=64, tokens=32, stages=2, num_warps=4 if n <= 4 else 8)

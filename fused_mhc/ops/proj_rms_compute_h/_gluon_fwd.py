@@ -2,8 +2,9 @@
 
 A program works through items, each a group of K (or a slice) of one tile of tokens. One warp moves tiles of x and of the
 weight's parts through rings in shared memory by TMA and runs ahead from one item into the next, so that the rings are
-full while sums are stored; two to four warpgroups, 64 tokens each, multiply the tiles and square x. Many tokens share a
-tile of the weight, whose way out of the L2 cache is as busy as that of x, and all of shared memory is one program's.
+full while sums are stored; two to four warpgroups, 64 tokens each, multiply the tiles and square x. Up to 32 columns two
+programs share a multiprocessor: one hides what the other waits for. With more, many tokens share a tile of the weight,
+whose way out of the L2 cache is then as busy as that of x, and all of shared memory is one program's.
 
 Sums have the order of `project_tile`, except that the products of a slice share an accumulator and that the squares of a
 slice are added in another order: both differ by less than 3e-7 of the largest value.
@@ -30,9 +31,9 @@ STEP = gl.constexpr(tiles.STEP)
 RATIO = gl.constexpr(tiles.SLICE // tiles.STEP)
 #: Bytes for the tiles in flight (no bit depends on how many they are): a multiprocessor's 227 KB, less the barriers.
 ROOM = 224 * 1024
-#: By warpgroups that multiply: registers of a thread at the start; of a multiplying one, and of one of the loading warp and
-#: its three idle neighbours, after they are shared out.
-REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32), 4: (96, 112, 32)}
+#: By warpgroups that multiply and programs on a multiprocessor: registers of a thread at the start; of a multiplying one,
+#: and of one of the loading warp and its three idle neighbours, after they are shared out.
+REGISTERS = {(2, 2): (80, 104, 24), (2, 1): (168, 240, 24), (3, 1): (128, 160, 32), (4, 1): (96, 112, 32)}
 
 
 @gluon.jit
@@ -258,9 +259,7 @@ def project_kernel(
         )
 
 
-_project = {
-    warpgroups: Launcher(Capped(project_kernel, start)) for warpgroups, (start, *_) in REGISTERS.items()
-}
+_project = {key: Launcher(Capped(project_kernel, start)) for key, (start, *_) in REGISTERS.items()}
 
 
 def project(
@@ -288,9 +287,11 @@ def project(
     items = partials * -(-count // (warpgroups * rows))
     wide = 1 << (columns.bit_length() - 1)
     part_shape = (w_parts * columns, part_width)
-    stages = ROOM // (2 * step * (warpgroups * rows + w_parts * columns))
-    _project[warpgroups](
-        (min(items, device_info(x.device).sm_count),),
+    places = device_info(x.device).sm_count
+    beside = 2 if columns <= 32 and items > places else 1
+    stages = ROOM // beside // (2 * step * (warpgroups * rows + w_parts * columns))
+    _project[warpgroups, beside](
+        (min(items, beside * places),),
         (
             partial,
             square,
@@ -303,6 +304,6 @@ def project(
             partials,
             items,
         ),
-        (size, w_parts, min(stages, 8), warpgroups, *REGISTERS[warpgroups][1:]),
+        (size, w_parts, min(stages, 8), warpgroups, *REGISTERS[warpgroups, beside][1:]),
         4,
     )

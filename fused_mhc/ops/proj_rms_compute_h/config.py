@@ -47,9 +47,9 @@ SLICE = 256
 GROUP = 4096
 #: Tokens whose share of the weight's gradient is one partial sum.
 CHUNK = 1024
-#: Warpgroups of the Hopper forward that share a tile of the weight, by its columns, one or two powers of two: as many as
-#: have registers for three sums of every column.
-HOPPER_WARPGROUPS = {16: 4, 32: 4, 40: 4, 48: 3, 64: 3, 80: 3, 96: 2, 128: 2}
+#: Warpgroups of the Hopper forward that share a tile of the weight, by its columns, one or two powers of two: two where
+#: two programs share a multiprocessor, else as many as have registers for three sums of every column.
+HOPPER_WARPGROUPS = {16: 2, 32: 2, 40: 4, 48: 3, 64: 3, 80: 3, 96: 2, 128: 2}
 #: Rows of x of each of them.
 HOPPER_ROWS = 64
 #: Columns of K in one product of the Hopper backward.

@@ -80,14 +80,17 @@ def weighted(grad, norm_weight_ptr, columns, C: tl.constexpr, FULL: tl.constexpr
 
 
 @triton.jit
+def exit_mixed(loaded, mixing, post, pre, n: tl.constexpr):
+    """The new streams and ``mixed`` from what `exit_load` gave for a block."""
+    new = update_tile(loaded[:n], loaded[n], mixing, post, n, loaded[0].dtype)
+    return new, aggregate_tile(new, pre, n)
+
+
+@triton.jit
 def exit_dots(
     loaded,
     sums,
-    column_sums,
-    share_row,
-    filled,
     norm_weight_ptr,
-    rstd,
     mixing,
     post,
     pre,
@@ -100,44 +103,29 @@ def exit_dots(
     RES: tl.constexpr,
     POST: tl.constexpr,
     PRE: tl.constexpr,
-    KEEP: tl.constexpr,
 ):
     """Adds the columns of `exit_load` to the lanes' sums: of ``mixed`` times the gradient, then of RES streams, POST
-    outputs and PRE new streams times that and times ``mixed``. Returns them, the blocks' column sums (KEEP; else those
-    in ``share_row`` grow, whose first ``filled`` columns hold one), and each block's ``mixed`` and gradient."""
+    outputs and PRE new streams times that and times ``mixed``. Returns them, and each block's ``mixed`` and gradient."""
     FULL: tl.constexpr = C % (BLOCK * GROUP) == 0
     VECTORS: tl.constexpr = n + 2
     kept = ()
-    added = ()
     for k in tl.static_range(GROUP):
         columns = start + k * BLOCK + tl.arange(0, BLOCK)
-        streams = loaded[k * VECTORS : k * VECTORS + n]
-        output = loaded[k * VECTORS + n]
-        grad = loaded[k * VECTORS + n + 1]
-        new = update_tile(streams, output, mixing, post, n, streams[0].dtype)
-        mixed = aggregate_tile(new, pre, n)
-        g = weighted(grad, norm_weight_ptr, columns, C, FULL)
-        total = lane_dots(sums[:1], (g,), (mixed,), 1, 1, VECTOR)
-        of_streams = lane_dots(sums[1 : 1 + 2 * RES], streams[:RES], (g, mixed), RES, 2, VECTOR)
-        of_output = lane_dots(
-            sums[1 + 2 * RES : 1 + 2 * RES + 2 * POST], (output,), (g, mixed), POST, 2, VECTOR
-        )
-        of_new = lane_dots(sums[1 + 2 * RES + 2 * POST :], new[:PRE], (g, mixed), PRE, 2, VECTOR)
-        sums = total + of_streams + of_output + of_new
-        if share_row is not None:
-            if KEEP:
-                added = added + (tl.fma(widen(grad), mixed * rstd, column_sums[k]),)
-            else:
-                inside = columns < C
-                before = tl.load(share_row + columns, mask=columns < filled, other=0.0)
-                tl.store(share_row + columns, tl.fma(widen(grad), mixed * rstd, before), mask=inside)
-        kept = kept + (mixed, grad)
-    return sums, added, kept
+        own = loaded[k * VECTORS : k * VECTORS + VECTORS]
+        new, mixed = exit_mixed(own, mixing, post, pre, n)
+        pair = (weighted(own[n + 1], norm_weight_ptr, columns, C, FULL), mixed)
+        total = lane_dots(sums[:1], pair[:1], pair[1:], 1, 1, VECTOR)
+        lefts = own[:RES] + own[n : n + POST] + new[:PRE]
+        sums = total + lane_dots(sums[1:], lefts, pair, RES + POST + PRE, 2, VECTOR)
+        kept = kept + (mixed, own[n + 1])
+    return sums, kept
 
 
 @triton.jit
 def exit_store(
     kept,
+    shares,
+    share_row,
     g_output_row,
     g_residual_row,
     norm_weight_ptr,
@@ -151,17 +139,35 @@ def exit_store(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Writes the gradients of the streams and of the output for the columns whose ``mixed`` and gradient were kept."""
+    """Writes the gradients of the streams and of the output, and ``shares`` with this token's terms, for the columns whose
+    ``mixed`` and gradient were kept."""
     FULL: tl.constexpr = C % (BLOCK * GROUP) == 0
     for k in tl.static_range(GROUP):
         columns = start + k * BLOCK + tl.arange(0, BLOCK)
-        g = weighted(kept[2 * k + 1], norm_weight_ptr, columns, C, FULL)
-        g_mixed = rstd * (g - kept[2 * k] * scale)
-        if g_residual_row is not None:
-            for i in tl.static_range(n):
-                store_columns(g_residual_row + i * C, columns, stream_factors[i] * g_mixed, C, FULL)
-        if g_output_row is not None:
-            store_columns(g_output_row, columns, output_factor * g_mixed, C, FULL)
+        mixed = kept[2 * k]
+        if share_row is not None:
+            share = tl.fma(widen(kept[2 * k + 1]), mixed * rstd, shares[k])
+            store_columns(share_row, columns, share, C, FULL)
+        if g_residual_row is not None or g_output_row is not None:
+            g = weighted(kept[2 * k + 1], norm_weight_ptr, columns, C, FULL)
+            g_mixed = rstd * (g - mixed * scale)
+            if g_residual_row is not None:
+                for i in tl.static_range(n):
+                    store_columns(g_residual_row + i * C, columns, stream_factors[i] * g_mixed, C, FULL)
+            if g_output_row is not None:
+                store_columns(g_output_row, columns, output_factor * g_mixed, C, FULL)
+
+
+@triton.jit
+def load_share(share_row, start, is_later, C: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """GROUP blocks of the chunk's sums up to now; zeros for its first token."""
+    shares = ()
+    if share_row is not None:
+        for k in tl.static_range(GROUP):
+            columns = start + k * BLOCK + tl.arange(0, BLOCK)
+            end = tl.where(is_later, C, 0)
+            shares = shares + (tl.load(share_row + columns, mask=columns < end, other=0.0),)
+    return shares
 
 
 @triton.jit
@@ -181,9 +187,8 @@ def exit_row(
     g_pre_ptr,
     g_post_ptr,
     g_mixing_ptr,
-    column_sums,
     share_row,
-    filled,
+    is_later,
     n: tl.constexpr,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -191,31 +196,26 @@ def exit_row(
     VECTOR: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """All gradients of a token; returns the columns' sums."""
+    """All gradients of a token; its terms of norm_weight's join ``share_row``."""
     SPAN: tl.constexpr = BLOCK * GROUP
     RES: tl.constexpr = n if g_mixing_ptr is not None else 0
     POST: tl.constexpr = 1 if g_post_ptr is not None else 0
     PRE: tl.constexpr = n if g_pre_ptr is not None else 0
     DOTS: tl.constexpr = RES + POST + PRE
-    WRITES: tl.constexpr = g_output_ptr is not None or g_residual_ptr is not None
     mixing = load_scalars(mixing_row, n * n)
     post = load_scalars(post_row, n)
     pre = load_scalars(pre_row, n)
     rstd = tl.load(rstd_ptr + token)
     sums = lane_zeros(1 + 2 * DOTS, BLOCK // VECTOR)
     kept = ()
-    added = ()
+    shares = ()
     if KEEP:
         for start in tl.static_range(0, C, SPAN):
             loaded = exit_load(residual_row, stream_stride, output_row, grad_row, start, n, C, BLOCK, GROUP)
-            sums, own_sums, own = exit_dots(
+            sums, own = exit_dots(
                 loaded,
                 sums,
-                column_sums[start // BLOCK : start // BLOCK + GROUP],
-                share_row,
-                filled,
                 norm_weight_ptr,
-                rstd,
                 mixing,
                 post,
                 pre,
@@ -228,21 +228,17 @@ def exit_row(
                 RES,
                 POST,
                 PRE,
-                KEEP,
             )
             kept = kept + own
-            added = added + own_sums
+        for start in tl.static_range(0, C, SPAN):
+            shares = shares + load_share(share_row, start, is_later, C, BLOCK, GROUP)
     else:
         for start in range(0, C, SPAN):
             loaded = exit_load(residual_row, stream_stride, output_row, grad_row, start, n, C, BLOCK, GROUP)
-            sums, _, _ = exit_dots(
+            sums, _ = exit_dots(
                 loaded,
                 sums,
-                (),
-                share_row,
-                filled,
                 norm_weight_ptr,
-                rstd,
                 mixing,
                 post,
                 pre,
@@ -255,11 +251,9 @@ def exit_row(
                 RES,
                 POST,
                 PRE,
-                KEEP,
             )
-    if WRITES or DOTS > 0:
-        scale = rstd * (block_sums(sums[:1], 1)[0] * rstd / C)
-    if WRITES:
+    scale = rstd * (block_sums(sums[:1], 1)[0] * rstd / C)
+    if share_row is not None or g_output_ptr is not None or g_residual_ptr is not None:
         g_output_row = None if g_output_ptr is None else g_output_ptr + token * C
         g_residual_row = None if g_residual_ptr is None else g_residual_ptr + token * (n * C)
         output_factor = post[0] * pre[0]
@@ -275,6 +269,8 @@ def exit_row(
             for start in tl.static_range(0, C, SPAN):
                 exit_store(
                     kept[2 * (start // BLOCK) : 2 * (start // BLOCK) + 2 * GROUP],
+                    shares[start // BLOCK : start // BLOCK + GROUP],
+                    share_row,
                     g_output_row,
                     g_residual_row,
                     norm_weight_ptr,
@@ -293,30 +289,16 @@ def exit_row(
                 loaded = exit_load(
                     residual_row, stream_stride, output_row, grad_row, start, n, C, BLOCK, GROUP
                 )
-                _, _, again = exit_dots(
-                    loaded,
-                    sums[:1],
-                    (),
-                    None,
-                    filled,
-                    norm_weight_ptr,
-                    rstd,
-                    mixing,
-                    post,
-                    pre,
-                    start,
-                    n,
-                    C,
-                    BLOCK,
-                    GROUP,
-                    VECTOR,
-                    0,
-                    0,
-                    0,
-                    KEEP,
-                )
+                own_shares = load_share(share_row, start, is_later, C, BLOCK, GROUP)
+                again = ()
+                for k in tl.static_range(GROUP):
+                    own = loaded[k * (n + 2) : (k + 1) * (n + 2)]
+                    _, mixed = exit_mixed(own, mixing, post, pre, n)
+                    again = again + (mixed, own[n + 1])
                 exit_store(
                     again,
+                    own_shares,
+                    share_row,
                     g_output_row,
                     g_residual_row,
                     norm_weight_ptr,
@@ -330,19 +312,17 @@ def exit_row(
                     BLOCK,
                     GROUP,
                 )
-    if DOTS > 0:
-        lanes = ()
-        for k in tl.static_range(DOTS):
-            lanes = lanes + (rstd * (sums[1 + 2 * k] - scale * sums[2 + 2 * k]),)
-        dots = block_sums(lanes, DOTS)
-        for i in tl.static_range(RES):
-            for j in tl.static_range(n):
-                store(g_mixing_ptr + token * (n * n) + i * n + j, pre[j] * dots[i])
-        for j in tl.static_range(POST * n):
-            store(g_post_ptr + token * n + j, pre[j] * dots[RES])
-        for j in tl.static_range(PRE):
-            store(g_pre_ptr + token * n + j, dots[RES + POST + j])
-    return added
+    lanes = ()
+    for k in tl.static_range(DOTS):
+        lanes = lanes + (rstd * (sums[1 + 2 * k] - scale * sums[2 + 2 * k]),)
+    dots = block_sums(lanes, DOTS)
+    for i in tl.static_range(RES):
+        for j in tl.static_range(n):
+            store(g_mixing_ptr + token * (n * n) + i * n + j, pre[j] * dots[i])
+    for j in tl.static_range(POST * n):
+        store(g_post_ptr + token * n + j, pre[j] * dots[RES])
+    for j in tl.static_range(PRE):
+        store(g_pre_ptr + token * n + j, dots[RES + POST + j])
 
 
 @triton.jit(
@@ -389,27 +369,22 @@ def exit_bwd_kernel(
     TOKENS: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """TOKENS tokens, one after the other. ``share_ptr [chunks, C]``: norm_weight's gradient from these tokens, None (with
-    one token) where it is not wanted. KEEP: a token's ``mixed`` and gradient, and the column sums, stay in registers;
-    else the token is read again, and the sums lie in their share."""
+    """TOKENS tokens, one after the other. ``share_ptr [chunks, C]``: what they add to norm_weight's gradient (None: not
+    wanted). It grows in the cache: registers for it would leave room for half as many programs. KEEP: a token's ``mixed``
+    and gradient stay in registers, else the token is read again."""
     lead()
-    SPAN: tl.constexpr = BLOCK * GROUP
-    SPANS: tl.constexpr = (C + SPAN - 1) // SPAN
     chunk = last_first()
-    column_sums = ()
-    share_row = None
-    if share_ptr is not None:
-        share_row = share_ptr + chunk * C
-    if share_ptr is None:
+    first = chunk * TOKENS
+    for token in range(first, tl.minimum(first + TOKENS, count)):
         exit_row(
-            chunk,
-            residual_ptr + chunk * elements(stride_residual, ALIGN),
+            token,
+            residual_ptr + token * elements(stride_residual, ALIGN),
             elements(stream_stride, ALIGN),
-            output_ptr + chunk * elements(stride_output, ALIGN),
-            grad_ptr + chunk * elements(stride_grad, ALIGN),
-            pre_ptr + chunk * stride_pre,
-            post_ptr + chunk * stride_post,
-            mixing_ptr + chunk * stride_mixing,
+            output_ptr + token * elements(stride_output, ALIGN),
+            grad_ptr + token * elements(stride_grad, ALIGN),
+            pre_ptr + token * stride_pre,
+            post_ptr + token * stride_post,
+            mixing_ptr + token * stride_mixing,
             norm_weight_ptr,
             rstd_ptr,
             g_output_ptr,
@@ -417,9 +392,8 @@ def exit_bwd_kernel(
             g_pre_ptr,
             g_post_ptr,
             g_mixing_ptr,
-            (),
-            None,
-            0,
+            None if share_ptr is None else share_ptr + chunk * C,
+            token > first,
             n,
             C,
             BLOCK,
@@ -427,44 +401,8 @@ def exit_bwd_kernel(
             VECTOR,
             KEEP,
         )
-    else:
-        first = chunk * TOKENS
-        column_sums = lane_zeros(SPANS * GROUP if KEEP else 1, BLOCK)
-        for token in range(first, tl.minimum(first + TOKENS, count)):
-            sums = exit_row(
-                token,
-                residual_ptr + token * elements(stride_residual, ALIGN),
-                elements(stream_stride, ALIGN),
-                output_ptr + token * elements(stride_output, ALIGN),
-                grad_ptr + token * elements(stride_grad, ALIGN),
-                pre_ptr + token * stride_pre,
-                post_ptr + token * stride_post,
-                mixing_ptr + token * stride_mixing,
-                norm_weight_ptr,
-                rstd_ptr,
-                g_output_ptr,
-                g_residual_ptr,
-                g_pre_ptr,
-                g_post_ptr,
-                g_mixing_ptr,
-                column_sums,
-                share_row,
-                tl.where(token == first, 0, C),
-                n,
-                C,
-                BLOCK,
-                GROUP,
-                VECTOR,
-                KEEP,
-            )
-            if KEEP:
-                column_sums = sums
-            else:
-                tl.debug_barrier()  # the next token may read a sum in another lane than wrote it
-        if KEEP:
-            for k in tl.static_range(SPANS * GROUP):
-                columns = k * BLOCK + tl.arange(0, BLOCK)
-                store_columns(share_row, columns, column_sums[k], C, C % SPAN == 0)
+        if share_ptr is not None:
+            tl.debug_barrier()  # a lane may read what another one has written
 
 
 @triton.jit(do_not_specialize=["shares"])

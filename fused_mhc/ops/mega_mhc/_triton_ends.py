@@ -206,6 +206,15 @@ def exit_row(
     post = load_scalars(post_row, n)
     pre = load_scalars(pre_row, n)
     rstd = tl.load(rstd_ptr + token)
+    output_factor = post[0] * pre[0]
+    for j in tl.static_range(1, n):
+        output_factor = output_factor + post[j] * pre[j]
+    stream_factors = ()
+    for i in tl.static_range(n):
+        factor = mixing[i * n] * pre[0]
+        for j in tl.static_range(1, n):
+            factor = factor + mixing[i * n + j] * pre[j]
+        stream_factors = stream_factors + (factor,)
     sums = lane_zeros(1 + 2 * DOTS, BLOCK // VECTOR)
     kept = ()
     shares = ()
@@ -256,15 +265,6 @@ def exit_row(
     if share_row is not None or g_output_ptr is not None or g_residual_ptr is not None:
         g_output_row = None if g_output_ptr is None else g_output_ptr + token * C
         g_residual_row = None if g_residual_ptr is None else g_residual_ptr + token * (n * C)
-        output_factor = post[0] * pre[0]
-        for j in tl.static_range(1, n):
-            output_factor = output_factor + post[j] * pre[j]
-        stream_factors = ()
-        for i in tl.static_range(n):
-            factor = mixing[i * n] * pre[0]
-            for j in tl.static_range(1, n):
-                factor = factor + mixing[i * n + j] * pre[j]
-            stream_factors = stream_factors + (factor,)
         if KEEP:
             for start in tl.static_range(0, C, SPAN):
                 exit_store(
@@ -422,8 +422,8 @@ def add_rows_kernel(
             mask = (rows + k < shares)[:, None] & (columns < C)[None, :]
             at = share_ptr + (rows + k)[:, None] * C + columns[None, :]
             loaded = loaded + (tl.load(at, mask=mask, other=0.0),)
-        runs = loaded[0]
-        for k in tl.static_range(1, RUN):
+        runs = tl.zeros((RUNS, BLOCK), tl.float32)
+        for k in tl.static_range(RUN):
             runs = runs + loaded[k]
         total = total + tl.sum(runs, 0)
     store_columns(total_ptr, columns, total, C, False)

@@ -132,8 +132,8 @@ def lane_elements(itemsize: int) -> int:
 @functools.lru_cache(maxsize=None)
 def exit_heuristic(n: int, width: int, itemsize: int) -> ExitConfig:
     """For n streams of ``width`` elements of ``itemsize`` bytes."""
-    # Wider rows spill what they would keep.
-    return ExitConfig(row_config(width, itemsize, n + 2, 48, 8), width * itemsize <= 8192)
+    # Wider rows would leave room for few programs, or spill; the second read of a token comes from the L2 cache.
+    return ExitConfig(row_config(width, itemsize, n + 2, 48, 4), width * itemsize <= 2048)
 
 
 @functools.lru_cache(maxsize=None)

@@ -10,7 +10,7 @@ from typing import Annotated
 import torch
 import typer
 
-from fused_mhc.dispatch import OPERATIONS, backend_status
+from fused_mhc.dispatch import FORWARD_ONLY, OPERATIONS, backend_status
 from fused_mhc.errors import InputError
 from fused_mhc.testing.bench import run_bench
 from fused_mhc.testing.bits import run_bits
@@ -27,9 +27,10 @@ def main(
     if not torch.cuda.is_available():
         raise InputError("device: expected a CUDA device, got none")
     device = torch.device("cuda", torch.cuda.current_device())
-    lacking = {row.op for row in backend_status(backend, device) if row.chosen != backend}
-    ops = [op for op in OPERATIONS if op not in lacking]
-    rows = run_bits(backend, device, ops=ops, repeats=repeats)
+    lacking = {(row.op, row.direction) for row in backend_status(backend, device) if row.chosen != backend}
+    ops = [op for op in OPERATIONS if (op, "fwd") not in lacking]
+    forward_only = [op for op in ops if (op, "bwd") in lacking and op not in FORWARD_ONLY]
+    rows = run_bits(backend, device, ops=ops, forward_only=forward_only, repeats=repeats)
     for row in rows:
         print(f"{row.op:26s} {row.check:8s} {row.shape:34s} {row.different} of {row.trials} differ")
     head = run_bench([], [], device=device, commit=commit, copy_gbps=copy_bandwidth(device))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_mhc import BackendError, InputError
+from fused_mhc.testing.bits import run_bits
 from fused_mhc.testing.byte_counts import fewest_bytes, stream_units
 from fused_mhc.testing.compare import assert_bit_equal, assert_near, bit_equal, difference, rounding
 from fused_mhc.testing.inputs import CATALOGUE, Operation, Shape, make_tensors
@@ -138,3 +139,21 @@ def test_timing() -> None:
     assert copy_bandwidth("cpu", 1 << 16) > 0
     with pytest.raises(InputError, match="repeats"):
         measure(lambda: None, "cpu", repeats=0)
+
+
+def test_bits_of_an_operation_without_a_backward() -> None:
+    rows = run_bits(
+        "native",
+        "cpu",
+        ops=("sinkhorn", "h_aggregate"),
+        forward_only=("h_aggregate",),
+        shape=Shape((5,), 2, 16),
+        repeats=3,
+        counts=(2,),
+    )
+    assert [(row.op, row.check, row.trials, row.different) for row in rows] == [
+        ("sinkhorn", "repeats", 3, 0),
+        ("sinkhorn", "batches", 1, 0),
+        ("h_aggregate", "forward repeats", 3, 0),
+        ("h_aggregate", "batches", 1, 0),
+    ]

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -88,10 +88,13 @@ class _Load:
                 torch.mm(self.work, self.work)
 
 
-def differing_repeats(op: str, shape: Shape, device: torch.device, repeats: int) -> int:
-    """How many of ``repeats`` forwards and backwards differ in a bit from the first; bf16 streams."""
+def differing_repeats(
+    op: str, shape: Shape, device: torch.device, repeats: int, backward: bool = True
+) -> int:
+    """How many of ``repeats`` forwards and, unless ``backward`` is False, backwards differ in a bit from the first; bf16
+    streams."""
     tensors = make_tensors(op, shape, torch.bfloat16, device=device)
-    cotangents = _cotangents(op, tensors, shape)
+    cotangents = _cotangents(op, tensors, shape) if backward else None
     first = _outcome(op, tensors, shape, cotangents)
     load = _Load(device)
     different = 0
@@ -120,12 +123,14 @@ def run_bits(
     device: torch.device | str,
     *,
     ops: Sequence[str] = tuple(OPERATIONS),
+    forward_only: Collection[str] = (),
     shape: Shape = _CERTIFIED,
     repeats: int = 1000,
     counts: Sequence[int] = (2, 64, 4096),
     progress: Callable[[str], None] | None = None,
 ) -> list[BitsRow]:
-    """Repeats (forward and backward) and batches (forward) of every operation on one backend."""
+    """Repeats (forward and backward; of those in ``forward_only`` the forward) and batches (forward) of every operation
+    on one backend."""
     where = torch.device(device)
     rows = []
     with forced(backend):
@@ -133,8 +138,10 @@ def run_bits(
             if progress is not None:
                 progress(op)
             width = f"n={shape.n} C={shape.hidden_size}"
-            different = differing_repeats(op, shape, where, repeats)
-            rows.append(BitsRow(op, "repeats", backend, str(shape), repeats, different))
+            backward = op not in forward_only
+            different = differing_repeats(op, shape, where, repeats, backward)
+            check = "repeats" if backward else "forward repeats"
+            rows.append(BitsRow(op, check, backend, str(shape), repeats, different))
             different = batch_differences(op, shape, where, counts)
             label = f"T=1 in {', '.join(map(str, counts))} {width}"
             rows.append(BitsRow(op, "batches", backend, label, len(counts), different))

@@ -33,7 +33,6 @@ from ._triton_bwd import Through, site_gradients
 from ._triton_ends import entry_gradients, exit_gradients
 from ._triton_fwd import (
     State,
-    aligned_rows,
     mega_mhc_entry_fwd,
     mega_mhc_exit_fwd,
     mega_mhc_fwd,
@@ -458,11 +457,9 @@ def mega_mhc_bwd(
             needs[8],
         )
     else:
-        new, stride_new = aligned_rows(new_residual, 2)
         shares = site_gradients(
             state,
-            State(new, None, None, None, None, (0, stride_new, new.stride(-2))),
-            n,
+            new_residual,
             g_new_residual,
             g_block_input,
             norm_weight,

@@ -29,7 +29,6 @@ from ._triton_tiles import (
     load_parts,
     load_streams,
     split,
-    update_tile,
 )
 
 __all__ = ["Through", "site_gradients"]
@@ -43,35 +42,6 @@ class Through(NamedTuple):
     parts: Tensor
     coefficient: Tensor
     shares: Tensor
-
-
-@triton.jit
-def new_streams_tile(
-    output_ptr,
-    residual_ptr,
-    post_ptr,
-    mixing_ptr,
-    rows,
-    row_mask,
-    mask,
-    columns,
-    stride_output,
-    stride_residual,
-    stream_stride,
-    stride_post,
-    stride_mixing,
-    n: tl.constexpr,
-    REMAKE: tl.constexpr,
-):
-    """The new streams, made again by step 1 (REMAKE) or read from ``residual_ptr``."""
-    streams = load_streams(residual_ptr, stream_stride, rows[:, None] * stride_residual + columns, mask, n)
-    if REMAKE:
-        mixing = load_mixes(mixing_ptr, stride_mixing, rows, row_mask, n * n)
-        post = load_mixes(post_ptr, stride_post, rows, row_mask, n)
-        output = tl.load(output_ptr + rows[:, None] * stride_output + columns, mask=mask, other=0.0)
-        return update_tile(streams, output, mixing, post, n, residual_ptr.dtype.element_ty)
-    else:
-        return streams
 
 
 @triton.jit
@@ -105,33 +75,10 @@ def transposed(tiles, COUNT: tl.constexpr):
     return turned
 
 
-@triton.jit
-def collapse_tile(streams, pre_ptr, stride_pre, rows, row_mask, n: tl.constexpr, ENTRY: tl.constexpr):
-    """``mixed``, by the pre-mix or (ENTRY) stream 0."""
-    if ENTRY:
-        return widen(streams[0])
-    else:
-        return aggregate_tile(streams, load_mixes(pre_ptr, stride_pre, rows, row_mask, n), n)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "count",
-        "stride_output",
-        "stride_residual",
-        "stream_stride",
-        "stride_pre",
-        "stride_post",
-        "stride_mixing",
-        "stride_block",
-    ]
-)
+@triton.jit(do_not_specialize=["count", "stride_new", "stream_stride", "stride_pre", "stride_block"])
 def norm_bwd_kernel(
-    residual_ptr,
-    output_ptr,
+    new_ptr,
     pre_ptr,
-    post_ptr,
-    mixing_ptr,
     norm_weight_ptr,
     g_block_ptr,
     rstd_ptr,
@@ -140,12 +87,9 @@ def norm_bwd_kernel(
     phi_share_ptr,
     weight_share_ptr,
     count: tl.int64,
-    stride_output: tl.int64,
-    stride_residual: tl.int64,
+    stride_new: tl.int64,
     stream_stride: tl.int64,
     stride_pre: tl.int64,
-    stride_post: tl.int64,
-    stride_mixing: tl.int64,
     stride_block: tl.int64,
     n: tl.constexpr,
     C: tl.constexpr,
@@ -153,8 +97,6 @@ def norm_bwd_kernel(
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
-    REMAKE: tl.constexpr,
-    ENTRY: tl.constexpr,
     G_PARTS: tl.constexpr,
     X_PARTS: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -182,25 +124,10 @@ def norm_bwd_kernel(
         mask = row_mask[:, None]
         if C % WIDTH != 0:
             mask = mask & (columns < C)
-        streams = new_streams_tile(
-            output_ptr,
-            residual_ptr,
-            post_ptr,
-            mixing_ptr,
-            rows,
-            row_mask,
-            mask,
-            columns,
-            stride_output * ALIGN,
-            stride_residual * ALIGN,
-            stream_stride * ALIGN,
-            stride_post,
-            stride_mixing,
-            n,
-            REMAKE,
-        )
+        new_rows = rows[:, None] * (stride_new * ALIGN)
+        streams = load_streams(new_ptr, stream_stride * ALIGN, new_rows + columns, mask, n)
         if g_block_ptr is not None:
-            mixed = collapse_tile(streams, pre_ptr, stride_pre, rows, row_mask, n, ENTRY)
+            mixed = aggregate_tile(streams, load_mixes(pre_ptr, stride_pre, rows, row_mask, n), n)
             g_at = g_block_ptr + rows[:, None] * (stride_block * ALIGN) + columns
             g_block = widen(tl.load(g_at, mask=mask, other=0.0))
             if weight_share_ptr is not None:
@@ -276,13 +203,12 @@ def state_bwd_kernel(
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
-    ENTRY: tl.constexpr,
     G_PARTS: tl.constexpr,
     W_PARTS: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
     """All columns of some tokens, stream after stream. ``phi_ptr``: bf16 parts of phi (None: nothing comes through the
-    mixes). At the entry ``g_residual_ptr`` is that of x."""
+    mixes)."""
     follow()
     N: tl.constexpr = n * n + 2 * n
     SQUARE: tl.constexpr = triton.next_power_of_2(n * n)
@@ -316,25 +242,21 @@ def state_bwd_kernel(
         columns = c[None, :]
         mask = row_mask[:, None] & (columns < C)
         streams = load_streams(residual_ptr, stream_stride * ALIGN, residual_rows + columns, mask, n)
-        output = streams[0]
-        if not ENTRY:
-            output_at = rows[:, None] * (stride_output * ALIGN) + columns
-            output = tl.load(output_ptr + output_at, mask=mask, other=0.0)
+        output_at = rows[:, None] * (stride_output * ALIGN) + columns
+        output = tl.load(output_ptr + output_at, mask=mask, other=0.0)
         if g_block_ptr is not None:
-            mixed = widen(streams[0])
-            if not ENTRY:
-                mixed = tl.zeros((TOKENS, WIDTH), tl.float32)
-                for j in range(n):
-                    new = new_stream_tile(
-                        streams,
-                        output,
-                        mixing_ptr + rows * stride_mixing,
-                        post_ptr + rows * stride_post,
-                        j,
-                        row_mask,
-                        n,
-                    )
-                    mixed += load_mix(pre_ptr + rows * stride_pre + j, row_mask) * widen(new)
+            mixed = tl.zeros((TOKENS, WIDTH), tl.float32)
+            for j in range(n):
+                new = new_stream_tile(
+                    streams,
+                    output,
+                    mixing_ptr + rows * stride_mixing,
+                    post_ptr + rows * stride_post,
+                    j,
+                    row_mask,
+                    n,
+                )
+                mixed += load_mix(pre_ptr + rows * stride_pre + j, row_mask) * widen(new)
             block_at = rows[:, None] * (stride_block * ALIGN) + columns
             g_mixed = widen(tl.load(g_block_ptr + block_at, mask=mask, other=0.0))
             if norm_weight_ptr is not None:
@@ -345,17 +267,15 @@ def state_bwd_kernel(
         for i in tl.static_range(n):
             grads = grads + (g_output,)
         for j in range(n):
-            new = streams[0]
-            if not ENTRY:
-                new = new_stream_tile(
-                    streams,
-                    output,
-                    mixing_ptr + rows * stride_mixing,
-                    post_ptr + rows * stride_post,
-                    j,
-                    row_mask,
-                    n,
-                )
+            new = new_stream_tile(
+                streams,
+                output,
+                mixing_ptr + rows * stride_mixing,
+                post_ptr + rows * stride_post,
+                j,
+                row_mask,
+                n,
+            )
             if g_pre_ptr is not None and g_block_ptr is not None:
                 dot = tl.sum(g_mixed * widen(new), axis=1)[:, None]
                 pre_sums += tl.where(stream[None, :] == j, dot, 0.0)
@@ -368,36 +288,27 @@ def state_bwd_kernel(
                     total = add_products(g_parts, w, total, G_PARTS, W_PARTS, G_PARTS)
                     total += coefficient * widen(new)
                 if g_block_ptr is not None:
-                    if ENTRY:
-                        total += tl.where(j == 0, g_mixed, 0.0)
-                    else:
-                        total += load_mix(pre_ptr + rows * stride_pre + j, row_mask) * g_mixed
+                    total += load_mix(pre_ptr + rows * stride_pre + j, row_mask) * g_mixed
                 if g_new_ptr is not None:
                     new_at = rows[:, None] * (stride_new * ALIGN) + j * (stream_stride_new * ALIGN) + columns
                     total += widen(tl.load(g_new_ptr + new_at, mask=mask, other=0.0))
-                if ENTRY:
-                    g_output += total
-                else:
-                    g_output += load_mix(post_ptr + rows * stride_post + j, row_mask) * total
-                    if g_post_ptr is not None:
-                        dot = tl.sum(total * widen(output), axis=1)[:, None]
-                        post_sums += tl.where(stream[None, :] == j, dot, 0.0)
-                    added = ()
-                    for i in tl.static_range(n):
-                        mixing = load_mix(mixing_ptr + rows * stride_mixing + i * n + j, row_mask)
-                        added = added + (grads[i] + mixing * total,)
-                        if g_mixing_ptr is not None:
-                            dot = tl.sum(widen(streams[i]) * total, axis=1)[:, None]
-                            mixing_sums += tl.where(stream[None, :] == i * n + j, dot, 0.0)
-                    grads = added
-        if ENTRY:
-            store(g_residual_ptr + rows[:, None] * C + columns, g_output, mask)
-        else:
-            if g_residual_ptr is not None:
+                g_output += load_mix(post_ptr + rows * stride_post + j, row_mask) * total
+                if g_post_ptr is not None:
+                    dot = tl.sum(total * widen(output), axis=1)[:, None]
+                    post_sums += tl.where(stream[None, :] == j, dot, 0.0)
+                added = ()
                 for i in tl.static_range(n):
-                    store(g_residual_ptr + (rows[:, None] * n + i) * C + columns, grads[i], mask)
-            if g_output_ptr is not None:
-                store(g_output_ptr + rows[:, None] * C + columns, g_output, mask)
+                    mixing = load_mix(mixing_ptr + rows * stride_mixing + i * n + j, row_mask)
+                    added = added + (grads[i] + mixing * total,)
+                    if g_mixing_ptr is not None:
+                        dot = tl.sum(widen(streams[i]) * total, axis=1)[:, None]
+                        mixing_sums += tl.where(stream[None, :] == i * n + j, dot, 0.0)
+                grads = added
+        if g_residual_ptr is not None:
+            for i in tl.static_range(n):
+                store(g_residual_ptr + (rows[:, None] * n + i) * C + columns, grads[i], mask)
+        if g_output_ptr is not None:
+            store(g_output_ptr + rows[:, None] * C + columns, g_output, mask)
     if g_pre_ptr is not None:
         store_sums(g_pre_ptr, pre_sums, rows, row_mask, stream, n)
     if g_post_ptr is not None:
@@ -412,23 +323,20 @@ _state_bwd = Launcher(state_bwd_kernel)
 
 def site_gradients(
     state: State,
-    streams: State,
-    n: int,
+    new_residual: Tensor,
     g_new: Tensor | None,
     g_block: Tensor | None,
     norm_weight: Tensor | None,
     rstd: Tensor,
     through: Through | None,
-    phi: Tensor | None,
+    phi: Tensor,
     outs: Sequence[Tensor | None],
     need_phi: bool,
     need_norm_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Steps 2 and 3: fills ``outs`` (gradients of output, residual or x, pre, post and mixing), returns the shares
-    ``[chunks, ...]`` of those of phi and norm_weight.
-
-    ``streams``: where step 2 reads the new streams: as they are (no output), or as the state that makes them again.
-    """
+    """Steps 2 and 3: fills ``outs`` (gradients of output, residual, pre, post and mixing), returns the shares
+    ``[chunks, ...]`` of those of phi and norm_weight."""
+    n = new_residual.shape[-2]
     count, device = rstd.numel(), rstd.device
     width, dtype = state.residual.shape[-1], state.residual.dtype
     chosen = tiles.heuristic(n, width)
@@ -444,19 +352,16 @@ def site_gradients(
     if g_rows is not None:
         mean = torch.empty(blocks, count, dtype=torch.float32, device=device)
     if need_phi:
-        assert phi is not None
         phi_shares = torch.empty(chunks, *phi.shape, dtype=torch.float32, device=device)
     if need_norm_weight:
         weight_shares = torch.empty(chunks, width, dtype=torch.float32, device=device)
     if need_phi or need_norm_weight or (g_rows is not None and needs_state):
+        new, stride_new = aligned_rows(new_residual, 2)
         _norm_bwd(
             (blocks, chunks),
             (
-                streams.residual,
-                streams.output,
+                new,
                 state.pre,
-                streams.post,
-                streams.mixing,
                 scale,
                 g_rows,
                 rstd,
@@ -465,9 +370,9 @@ def site_gradients(
                 phi_shares,
                 weight_shares,
                 count,
-                *(stride // align for stride in streams.wide),
+                stride_new // align,
+                new.stride(-2) // align,
                 state.narrow[0],
-                *streams.narrow[1:],
                 stride_block // align,
             ),
             (
@@ -477,8 +382,6 @@ def site_gradients(
                 chosen.norm_tokens,
                 chosen.norm_width,
                 tiles.columns(n),
-                streams.output is not None,
-                state.output is None,
                 g_parts(dtype),
                 PARTS[dtype],
                 align,
@@ -495,7 +398,6 @@ def site_gradients(
             stream_stride_new = g_new_rows.stride(-2)
         phi_parts = None
         if through is not None:
-            assert phi is not None
             w_parts = min(PARTS[phi.dtype], g_parts(dtype))
             phi_parts = torch.empty(w_parts, *phi.shape, dtype=torch.bfloat16, device=device)
             split_weight(phi, phi_parts)
@@ -526,7 +428,6 @@ def site_gradients(
                 chosen.state_tokens,
                 chosen.state_width,
                 tiles.columns(n),
-                state.output is None,
                 g_parts(dtype),
                 1 if phi_parts is None else phi_parts.shape[0],
                 align,

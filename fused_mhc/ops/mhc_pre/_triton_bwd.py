@@ -187,11 +187,11 @@ _mixes_bwd = Launcher(mixes_bwd_kernel)
 
 def _logits_gradient(
     g_h_res: Tensor | None,
+    n: int,
     alpha_res: Tensor,
     bias: Tensor,
     proj: Tensor,
     r: Tensor,
-    n: int,
     num_iterations: int,
     rms_eps: float,
     sinkhorn_eps: float,
@@ -310,38 +310,13 @@ def mhc_pre_bwd(
             for t, need in zip(inputs, needs, strict=True)
             if need
         ]
+    mapping = (alpha_res, bias, proj, r, num_iterations, rms_eps, sinkhorn_eps, rms_eps_mode, variant)
     if n <= MAX_REGISTER_STREAMS_BWD:
-        g_pre, g_res = _dots_and_logits(
-            g_layer_input,
-            g_h_res,
-            x,
-            alpha_res,
-            bias,
-            proj,
-            r,
-            num_iterations,
-            rms_eps,
-            sinkhorn_eps,
-            rms_eps_mode,
-            variant,
-        )
+        g_pre, g_res = _dots_and_logits(g_layer_input, g_h_res, x, *mapping)
     else:
-        g_pre = None
+        g_pre, g_res = None, _logits_gradient(g_h_res, n, *mapping)
         if g_layer_input is not None:
             (g_pre,) = h_aggregate_bwd(g_layer_input, x, h_pre, (False, True))
-        g_res = _logits_gradient(
-            g_h_res,
-            alpha_res,
-            bias,
-            proj,
-            r,
-            n,
-            num_iterations,
-            rms_eps,
-            sinkhorn_eps,
-            rms_eps_mode,
-            variant,
-        )
     flat_x = x.flatten(-2)
     grad = parts_for(flat_x, size, needs[0] and needs[1], g_layer_input, g_x_passed)
     mapping_tiles = triton.cdiv(count, tiles.MAPPING_TOKENS)

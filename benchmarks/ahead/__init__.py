@@ -1,0 +1,1 @@
+"""Kernels compiled on a machine without the GPU that will run them."""

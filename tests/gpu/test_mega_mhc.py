@@ -11,6 +11,8 @@ from torch import Tensor
 from fused_mhc import mega_mhc
 from fused_mhc.ops.mega_mhc import native as native_backend
 from fused_mhc.testing.compare import bit_equal
+from fused_mhc.testing.inputs import CATALOGUE, Shape
+from fused_mhc.testing.verify import VerifyCase, run_case
 
 native: Any = native_backend
 DEVICE = "cuda"
@@ -105,3 +107,15 @@ def test_token_alone_and_among_others() -> None:
         alone, own = both_ways(one, [c[row] for c in cotangents])
         assert all(bit_equal(a, b[row]) for a, b in zip(alone, results, strict=True))
         assert all(bit_equal(a, b[row]) for a, b in zip(own[:5], grads[:5], strict=True))
+
+
+@pytest.mark.parametrize("op", ["mega_mhc_entry", "mega_mhc_exit"])
+@pytest.mark.parametrize(("tokens", "n", "width"), [(19, 4, 4096), (1030, 4, 1280), (33, 8, 512), (9, 3, 97)])
+def test_ends(op: str, tokens: int, n: int, width: int) -> None:
+    """Their own backwards: rows that registers keep and rows that are read twice, tails of every chunk."""
+    for mode in CATALOGUE[op].modes:
+        for row in run_case(
+            VerifyCase(op, mode, "triton", torch.bfloat16, Shape((tokens,), n, width)),
+            torch.device("cuda", 0),
+        ):
+            assert row.ok, f"{row.direction} {row.result}: {row.error:.3e} > {row.bound:.3e}"

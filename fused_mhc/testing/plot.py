@@ -28,7 +28,8 @@ def plot_report(report: Report, path: Path, title: str) -> None:
         r
         for r in report.rows
         if (r.T, r.n, r.C) == (first.T, first.n, first.C)
-        and r.pct_copy  # 0: moves no stream
+        and r.pct_copy is not None
+        and r.bytes
         and r.op != "sinkhorn"
         and not r.note.startswith("graph")
     ]

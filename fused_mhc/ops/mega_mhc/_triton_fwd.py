@@ -20,6 +20,7 @@ from .._strides import alignment, flatten
 from .._triton_common import Launcher, follow, lead, widen
 from ..proj_rms_compute_h._triton_fwd import SPLIT_BLOCK, empty_parts, project, split_weight_tile
 from ..proj_rms_compute_h._triton_tiles import alpha_columns, collect_tile, mapping_tile, rms_tile
+from ..proj_rms_compute_h.config import mapping_tokens
 from ..sinkhorn._triton import sinkhorn_load_tile, sinkhorn_store_tile, sinkhorn_tile
 from . import config as tiles
 from ._triton_tiles import site_row_tile
@@ -302,7 +303,7 @@ def _site_fwd(
         parts = empty_parts(like.dtype, phi, "fp32")
         _run_site(state, n, norm_weight, norm_eps, (new_residual, block_input, rstd), phi, parts)
         partial, square, per_group = project(new_residual.view(count, width), phi, "fp32", parts)
-        tokens = tiles.mixes_tokens(count)
+        tokens = mapping_tokens(count)
         _mixes(
             (triton.cdiv(count, tokens),),
             (

@@ -29,7 +29,6 @@ __all__ = [
     "exit_heuristic",
     "heuristic",
     "lane_elements",
-    "mixes_tokens",
 ]
 
 #: Tokens whose share of the gradients of phi and norm_weight is one partial sum.
@@ -89,12 +88,6 @@ class EntryConfig:
     tokens: int
     stages: int
     num_warps: int
-
-
-def mixes_tokens(count: int) -> int:
-    """Tokens of one program of the forward's mapping, of ``count`` in all: the fewer, the less each waits for partial
-    sums. No bit depends on it."""
-    return 8 if count > 1024 else 1
 
 
 def columns(n: int) -> int:

@@ -30,14 +30,9 @@ from ._triton_tiles import (
     store_interleaved_parts,
     store_parts,
 )
-from .config import g_parts, padded
+from .config import g_parts, mapping_tokens, padded
 
 __all__ = ["proj_rms_compute_h_bwd", "proj_rms_compute_h_fwd"]
-
-
-def mapping_tokens(count: int) -> int:
-    """Tokens in one program of the forward's mapping kernel, of ``count`` in all; no bit depends on it."""
-    return 8 if count > 1024 else 1
 
 
 @triton.jit(do_not_specialize=["count", "width", "partials", "eps", "compute_h_eps"])

@@ -29,6 +29,7 @@ __all__ = [
     "heuristic",
     "hopper_columns",
     "hopper_group",
+    "mapping_tokens",
     "padded",
     "slices_per_program",
     "valid",
@@ -91,6 +92,12 @@ def padded(size: int) -> int:
 def g_parts(dtype: torch.dtype) -> int:
     """bf16 parts of the mapping's gradient: three for fp32 x; for 16-bit x two, which are off by 2^-17."""
     return 3 if dtype is torch.float32 else 2
+
+
+def mapping_tokens(count: int) -> int:
+    """Tokens of one program of a forward's mapping kernel, of ``count`` in all: the fewer, the less each waits for
+    partial sums. No bit depends on it."""
+    return 8 if count > 1024 else 1
 
 
 def slices_per_program(token_tiles: int, groups: int, group: int = GROUP // SLICE) -> int:
